@@ -1,0 +1,233 @@
+"""What is captured, named so that it cannot be mistaken: boundaries, the engine's own layer ids, and fingerprints.
+
+Boundary k is the residual stream after k decoder layers (Hugging Face `hidden_states[k]`). SGLang's model classes count
+in layer ids of their own, and not all alike, so `sglang_layer_ids` asks the class itself. A fingerprint is the sha256
+of everything that decides a value; its description is kept beside what it names, so that two can be compared by eye.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import struct
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from eagle3_ray.config import DTYPES, Config, ConfigError, TargetConfig
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "tiktoken.model",
+    "chat_template.jinja",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+)
+# ServerArgs that change how fast an engine runs, never what it computes
+SPEED_ARGS = {"log_level", "max_total_tokens", "mem_fraction_static", "max_running_requests", "cuda_graph_max_bs"}
+
+
+# ---------------------------------------------------------------- the target's own files
+
+
+def target_folder(target: TargetConfig) -> Path:
+    """The target's local folder; of a hub name, the snapshot of its small files (the engine fetches the weights)."""
+    folder = Path(target.path).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.is_absolute():
+        raise ConfigError(f"target.path: no folder {target.path!r}")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        patterns = ["*.json", "*.jinja", "*.model", "*.txt"]
+        return Path(snapshot_download(target.path, revision=target.revision, allow_patterns=patterns))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
+        raise ConfigError(f"target.path: neither a folder nor on the hub: {target.path!r}: {error}") from None
+
+
+def target_config(folder: Path) -> dict[str, Any]:
+    """The target's config.json, whole."""
+    try:
+        return json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"target.path: no readable config.json in {folder}: {error}") from None
+
+
+def text_config(config: dict[str, Any]) -> dict[str, Any]:
+    """The language model's part of a config.json: itself, or its `text_config` where the model is multimodal."""
+    return config.get("text_config") or config
+
+
+def describe_target(target: TargetConfig, folder: Path) -> dict[str, Any]:
+    """What the target is, by content: a digest of each file that decides its values, and of its weights."""
+    digests = {name: _sha256(folder / name) for name in TOKENIZER_FILES if (folder / name).is_file()}
+    for name in ("config.json", "generation_config.json"):
+        if (folder / name).is_file():
+            digests[name] = _sha256(folder / name)
+    weights = {path.name: _weights_digest(path) for path in sorted(folder.glob("*.safetensors"))}
+    if not weights:  # a hub name: the snapshot folder carries the commit
+        weights = {"hub": f"{target.path}@{folder.name}"}
+    return {"files": digests, "weights": weights, "chat_template_kwargs": dict(target.chat_template_kwargs)}
+
+
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _weights_digest(path: Path, windows: int = 16, window_bytes: int = 1 << 16) -> str:
+    """Size, safetensors header and evenly spaced windows of one weights file: seconds for hundreds of GB."""
+    size = path.stat().st_size
+    digest = hashlib.sha256(str(size).encode())
+    with path.open("rb") as file:
+        head = file.read(8)
+        digest.update(head + file.read(struct.unpack("<Q", head)[0] if len(head) == 8 else 0))
+        start = file.tell()
+        for window in range(windows):
+            file.seek(start + max(0, size - start - window_bytes) * window // max(1, windows - 1))
+            digest.update(file.read(window_bytes))
+    return digest.hexdigest()
+
+
+# ---------------------------------------------------------------- fingerprints
+
+
+def fingerprint(description: dict[str, Any]) -> str:
+    """sha256 of a description (JSON, sorted keys), its first 16 hex digits."""
+    return hashlib.sha256(json.dumps(description, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def response_description(config: Config, target: dict[str, Any], prompts: str) -> dict[str, Any]:
+    """All that decides a response. `prompts` is the prepared corpus's fingerprint; the engine is left out, see DESIGN."""
+    return {"target": target, "prompts": prompts, "sampling": asdict(config.sampling)}
+
+
+def capture_description(
+    config: Config, target: dict[str, Any], responses: str, spec: CaptureSpec, version: str
+) -> dict[str, Any]:
+    """All that decides a feature's value."""
+    args = {**config.engine.args, **config.hardware.args, **config.hardware.capture_args}
+    return {
+        "target": target,
+        "responses": responses,
+        "engine": config.engine.name,
+        "engine_version": version,
+        "engine_dtype": config.engine.dtype,
+        "engine_args": {name: value for name, value in sorted(args.items()) if name not in SPEED_ARGS},
+        "device": config.hardware.device,
+        "tp_size": config.hardware.tp_size,
+        "boundaries": list(spec.boundaries),
+        "dtype": spec.dtype,
+    }
+
+
+def engine_version(config: Config) -> str:
+    """`engine.version`, or the version installed where the driver runs; each engine then checks its own against it."""
+    if config.engine.version:
+        return config.engine.version
+    try:
+        return importlib.metadata.version(config.engine.name)
+    except importlib.metadata.PackageNotFoundError:
+        raise ConfigError(
+            f"engine.version: {config.engine.name} is not installed where the driver runs; name the version"
+        ) from None
+
+
+# ---------------------------------------------------------------- boundaries and layer ids
+
+
+@dataclass(frozen=True)
+class CaptureSpec:
+    """The captured states: aux [T, A*H] at A boundaries, and the last hidden state [T, H], in `dtype`."""
+
+    boundaries: tuple[int, ...]
+    hidden_size: int
+    dtype: str
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes a token, aux and last hidden state."""
+        return (len(self.boundaries) + 1) * self.hidden_size * (4 if self.dtype == "float32" else 2)
+
+
+def capture_spec(config: Config, model: dict[str, Any]) -> CaptureSpec:
+    """`config.capture` for the target whose text config is `model`; ConfigError where it cannot be."""
+    layers = int(model["num_hidden_layers"])
+    boundaries = config.capture.boundaries
+    if boundaries is None:
+        boundaries = [2, layers // 2, layers - 3]
+    check_boundaries(boundaries, layers)
+    if config.capture.dtype not in DTYPES:
+        raise ConfigError(f"capture.dtype: {config.capture.dtype!r} is none of {', '.join(DTYPES)}")
+    return CaptureSpec(tuple(boundaries), int(model["hidden_size"]), config.capture.dtype)
+
+
+def check_boundaries(boundaries: list[int], layers: int) -> None:
+    """ConfigError unless strictly ascending and within 0 <= boundary < layers (SGLang cannot capture the last)."""
+    if not boundaries:
+        raise ConfigError("capture.boundaries: empty; name at least one")
+    for boundary in boundaries:
+        if not 0 <= boundary < layers:
+            raise ConfigError(
+                f"capture.boundaries: {boundary} is outside the target, which has boundaries 0 to {layers - 1}"
+            )
+    if list(boundaries) != sorted(set(boundaries)):
+        raise ConfigError(f"capture.boundaries: {list(boundaries)} is not strictly ascending")
+
+
+def sglang_layer_ids(folder: Path, boundaries: tuple[int, ...], trust_remote_code: bool = False) -> list[int]:
+    """The layer ids for which the target's own SGLang class captures exactly `boundaries`.
+
+    The class's `set_eagle3_layers_to_capture` is called on a stub that only records, without weights or engine. Where
+    no ids give those boundaries, it says so; it never guesses. Imports sglang: for an engine's process, or one like it.
+    """
+    from sglang.srt.models.registry import ModelRegistry
+    from sglang.srt.utils.hf_transformers_utils import get_config
+
+    config = get_config(str(folder), trust_remote_code=trust_remote_code)
+    tried = {}
+    for ids in ([boundary - 1 for boundary in boundaries], list(boundaries)):
+        if min(ids) >= 0:
+            tried[tuple(ids)] = captured = layers_to_capture(ModelRegistry, config, ids)
+            if captured == list(boundaries):
+                return ids
+    raise ConfigError(f"capture.boundaries: {list(boundaries)} cannot be had from {config.architectures}: {tried}")
+
+
+class _Recorder(SimpleNamespace):
+    """Stands for a model in `set_eagle3_layers_to_capture`: has a config, and keeps what the class writes to it."""
+
+    def __init__(self, cls: Any, config: Any) -> None:
+        super().__init__(pp_group=SimpleNamespace(is_first_rank=True, is_last_rank=True), config=config, _cls=cls)
+
+    def set_eagle3_layers_to_capture(self, ids: list[int] | None = None) -> None:
+        if self._cls is None:
+            self.layers_to_capture = ids
+        else:
+            self._cls.set_eagle3_layers_to_capture(self, ids)
+
+
+def layers_to_capture(registry: Any, config: Any, ids: list[int]) -> list[int]:
+    """The boundaries that the SGLang class of `config` captures for `ids`. ConfigError where it has no EAGLE-3 capture."""
+    cls, architecture = registry.resolve_model_cls(list(config.architectures))
+    if architecture not in config.architectures:  # SGLang falls back to another class in silence
+        raise ConfigError(f"target.path: SGLang has no class of its own for {config.architectures}")
+    text = getattr(config, "text_config", None) or config
+    model = _Recorder(cls, text)
+    model.model = _Recorder(None, text)
+    inner = {"KimiK25ForConditionalGeneration": "DeepseekV3ForCausalLM"}.get(architecture)
+    if inner:
+        model.language_model = _Recorder(registry.resolve_model_cls([inner])[0], text)
+        model.language_model.model = model.model
+    try:
+        cls.set_eagle3_layers_to_capture(model, ids)
+        return list(model.model.layers_to_capture)
+    except AttributeError as error:
+        raise ConfigError(f"target.path: {architecture} has no EAGLE-3 capture that can be asked: {error}") from None

@@ -1,0 +1,176 @@
+"""Every setting of the project, typed. The Hydra files in conf/ are checked against these classes.
+
+`run.open_run` checks the values before any engine starts, so that a wrong one costs seconds, not a model load.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+DTYPES = ("float32", "bfloat16")
+
+
+class ConfigError(ValueError):
+    """A setting that cannot work. The message names the setting and the value seen; the command exits with 2."""
+
+
+@dataclass
+class TargetConfig:
+    """The large model that is served."""
+
+    name: str
+    path: str  # a local Hugging Face folder, or a name on the hub
+    revision: str | None = None
+    trust_remote_code: bool = False
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)  # e.g. {thinking: true}
+
+
+@dataclass
+class PromptsConfig:
+    """The corpus: where it is, and how it is cut into response units."""
+
+    source: str  # *.jsonl[.gz] | *.parquet, local or s3://, globs allowed; anything else is a `datasets` name
+    split: str = "train"  # for a `datasets` name
+    limit: int | None = None  # the first N records
+    max_prompt_tokens: int = 2048  # a longer first prompt is a bad record
+    unit_size: int = 512  # prompts a response unit
+    max_bad_share: float = 0.05  # more bad records than this share stop the job
+
+
+@dataclass
+class SamplingConfig:
+    """How the target answers the prompts."""
+
+    max_new_tokens: int = 2048
+    temperature: float = 0.0  # 0 is greedy
+    top_p: float = 1.0
+    top_k: int = -1  # -1 is the whole vocabulary
+    seed: int = 0  # each answer's own seed is derived from it; used when temperature > 0
+
+
+@dataclass
+class CaptureConfig:
+    """Which hidden states are kept, and how."""
+
+    boundaries: list[int] | None = None  # strictly ascending; None is (2, n//2, n-3) for n layers
+    dtype: str = "bfloat16"  # of the stored states
+
+
+@dataclass
+class EngineConfig:
+    """The software that runs the target."""
+
+    name: str = "sglang"  # sglang | transformers (the reference)
+    version: str | None = None  # an engine of another version is refused; None: the version beside the driver
+    dtype: str = "bfloat16"
+    args: dict[str, Any] = field(default_factory=dict)  # further sglang ServerArgs, as they are
+
+
+@dataclass
+class HardwareConfig:
+    """What one engine runs on, and how many engines there are."""
+
+    device: str = "cuda"  # cuda | cpu
+    dtype: str = "bfloat16"  # what this hardware computes in by default; engine.dtype follows it
+    tp_size: int = 1
+    num_actors: int = 1  # engines, one an actor
+    cpus_per_actor: int = 1
+    gpus_per_actor: int = 0
+    max_inflight: int = 256  # requests kept in one engine at a time while it generates
+    max_captures: int = 16  # sequences whose states may wait in capture_dir at a time
+    capture_dir: str = "/dev/shm"  # where the scheduler hands rows to the actor: memory, not disk
+    start_timeout_s: float = 3600.0  # an engine that is not up by then has failed
+    stall_timeout_s: float = 1800.0  # no request answered for so long: the engine has failed
+    args: dict[str, Any] = field(default_factory=dict)  # sglang ServerArgs of every engine on this hardware
+    capture_args: dict[str, Any] = field(default_factory=dict)  # further ones of an engine that captures
+    serve_args: dict[str, Any] = field(default_factory=dict)  # further ones of an engine that serves a drafter
+    env: dict[str, str] = field(default_factory=dict)  # for the engine's processes only
+
+
+@dataclass
+class StoreConfig:
+    """Where everything is written."""
+
+    root: str  # an absolute path, or s3://bucket/prefix
+    storage_options: dict[str, Any] = field(default_factory=dict)  # for fsspec: endpoint_url, …; no secrets here
+    shard_bytes: int = 512 * 2**20  # a capture unit is cut when its states reach this size
+
+
+@dataclass
+class DrafterConfig:
+    """The small model's shape; None takes the target's value."""
+
+    draft_vocab_size: int = 32000
+    intermediate_size: int | None = None
+    num_attention_heads: int | None = None
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    norm_output: bool = False  # EAGLE-3.1: the normed output is fed back, in training and in SGLang alike
+
+
+@dataclass
+class TrainConfig:
+    """The drafter's training."""
+
+    steps: int = 20000  # optimizer steps in all; 0 exports the initial drafter
+    batch_size: int = 8  # samples a step, over all workers
+    max_length: int = 4096  # tokens; a longer sample is cut
+    ttt_steps: int = 7
+    lr: float = 1e-4
+    warmup_share: float = 0.05
+    min_lr_share: float = 0.1  # the cosine ends at this share of lr
+    weight_decay: float = 0.0
+    max_grad_norm: float = 0.5
+    seed: int = 0
+    dtype: str = "bfloat16"  # of the forward pass; parameters and optimizer state are float32
+    num_workers: int = 1
+    use_gpu: bool = True
+    cpus_per_worker: int = 1
+    checkpoint_every: int = 500  # steps
+    max_failures: int = 3  # worker deaths that are survived
+
+
+# What changes how training runs, but not what comes of it
+PLACEMENT = {"num_workers", "use_gpu", "cpus_per_worker", "checkpoint_every", "max_failures"}
+
+
+@dataclass
+class EvaluateConfig:
+    """The drafter's acceptance, measured in real serving."""
+
+    source: str  # held-out prompts, as prompts.source
+    limit: int | None = None
+    max_new_tokens: int = 512
+    num_steps: int = 3
+    topk: int = 1
+    num_draft_tokens: int = 4
+    batch_size: int = 8  # requests kept in the engine at a time
+    dtype: str | None = None  # None serves in engine.dtype
+    baseline: bool = True  # also answer without speculation, and compare
+
+
+@dataclass
+class ClusterConfig:
+    """How the driver reaches Ray."""
+
+    address: str | None = None  # None: the job's cluster inside `ray job submit`, else a Ray of our own
+    num_cpus: int | None = None  # of a Ray of our own
+
+
+@dataclass
+class Config:
+    """One run, whole."""
+
+    run: str
+    target: TargetConfig
+    prompts: PromptsConfig
+    sampling: SamplingConfig
+    capture: CaptureConfig
+    engine: EngineConfig
+    hardware: HardwareConfig
+    store: StoreConfig
+    drafter: DrafterConfig
+    train: TrainConfig
+    evaluate: EvaluateConfig
+    cluster: ClusterConfig

@@ -1,0 +1,195 @@
+"""Targets, loss and accuracies of a training-time-test forward, at valid slots only.
+
+Slot i of step k is taught the target's distribution at position i+1+k, so all steps share one target row a position.
+The loss of a step is the mean, over valid slots whose target argmax is in the draft vocabulary, of the soft cross
+entropy against the target's distribution restricted to the draft vocabulary and renormalised. The total is the plain
+mean over steps. Slots with another argmax have no loss and count as a miss in every accuracy.
+
+Nothing here divides by what one worker or one micro-batch sees: `count` gives the numbers, the caller adds them up over
+all workers, and `ttt_loss` takes the sums. Logits exist a chunk at a time: the gradient of each chunk is taken on the
+spot (`SoftCrossEntropy`), so that [n, Vd] is neither kept nor computed twice. `eager_cross_entropy` is its definition.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from eagle3_ray.drafter.model import Batch, Drafter, valid_slots
+
+CHUNK_ELEMENTS = 2**22  # of a logits chunk on CPU, where it should stay near the caches; 8 times that on a GPU
+
+
+def target_argmax(last_hidden: Tensor, head: Tensor) -> Tensor:
+    """The target's greedy token over its whole vocabulary: [R, H] x [V, H] -> [R] int64."""
+    with torch.no_grad():
+        chunks = last_hidden.split(_chunk(head))
+        return torch.cat([(chunk @ head.T).argmax(-1) for chunk in chunks] or [torch.empty(0, dtype=torch.int64)])
+
+
+def _chunk(head: Tensor) -> int:
+    return max(1, CHUNK_ELEMENTS * (8 if head.is_cuda else 1) // len(head))
+
+
+@dataclass
+class Targets:
+    """What each step of a batch is taught. A row is one of `batch.last_hidden`; -1 in `draft` is out of vocabulary."""
+
+    slots: list[Tensor]  # [n_k] of step k, ascending
+    rows: list[Tensor]  # [n_k]: the target row of each
+    draft: Tensor  # [R]: the draft id of the target's argmax, or -1
+
+    def count(self) -> Tensor:
+        """[K] int64: slots that have a loss."""
+        return torch.stack([(self.draft[rows] >= 0).sum() for rows in self.rows])
+
+
+def targets(batch: Batch, argmax: Tensor, drafter: Drafter, steps: int) -> Targets:
+    """`argmax` [R]: the target's greedy token of each row of `batch.last_hidden`."""
+    slots = valid_slots(batch, steps)
+    row_of = torch.full_like(batch.input_ids, -1)  # [N]
+    row_of[batch.last_rows] = torch.arange(len(batch.last_rows), device=row_of.device)
+    rows = [row_of[here + 1 + step] for step, here in enumerate(slots)]
+    if any((r < 0).any() for r in rows):
+        raise ValueError("a valid slot's target position has no last hidden state in the shard")
+    to_draft = torch.full_like(drafter.t2d, -1, dtype=torch.int64)  # [V]
+    to_draft[drafter.draft_ids] = torch.arange(len(drafter.d2t), device=to_draft.device)
+    return Targets(slots, rows, to_draft[argmax])
+
+
+@dataclass
+class Metrics:
+    """Sums over slots, one entry a step: add them up over batches and workers, then read the means."""
+
+    loss: Tensor  # [K] float64: summed loss
+    count: Tensor  # [K]: slots that have a loss
+    hits: Tensor  # [K]: the drafter's greedy token is the target's
+    prefix_hits: Tensor  # [K]: and so at every step before
+    slots: Tensor  # [K]: valid slots
+
+    def __add__(self, other: Metrics) -> Metrics:
+        return Metrics(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
+    @classmethod
+    def zero(cls, steps: int, device: torch.device | str = "cpu") -> Metrics:
+        return cls(*(torch.zeros(steps, dtype=torch.float64, device=device) for _ in fields(cls)))
+
+    def stacked(self) -> Tensor:
+        return torch.stack([getattr(self, f.name) for f in fields(self)])  # [5, K] float64
+
+    def means(self) -> dict[str, list[float]]:
+        """loss, greedy_accuracy and prefix_accuracy, each [K]; 0 where there is no slot."""
+        slots = self.slots.clamp(min=1)
+        return {
+            "loss": (self.loss / self.count.clamp(min=1)).tolist(),
+            "greedy_accuracy": (self.hits / slots).tolist(),
+            "prefix_accuracy": (self.prefix_hits / slots).tolist(),
+        }
+
+
+def ttt_loss(
+    drafter: Drafter, batch: Batch, goal: Targets, head: Tensor, counts: Tensor
+) -> tuple[Tensor, Metrics, Tensor]:
+    """Loss of one micro-batch, its sums, and the prefix hits by slot [N].
+
+    `head` [Vd, H] are the rows of the target's lm_head that are in the draft vocabulary, `counts` [K] the slots with a
+    loss in the whole global batch. Summed over micro-batches and workers, the losses are the mean over steps of the
+    steps' means.
+    """
+    steps = len(goal.slots)
+    states = drafter(batch, goal.slots)  # [n_k, H] a step
+    taught = [goal.draft[rows] >= 0 for rows in goal.rows]  # [n_k]
+    scales = 1 / (steps * counts.clamp(min=1).float())  # [K]
+    sizes = [int(mask.sum()) for mask in taught]
+    row = torch.cat([rows[mask] for rows, mask in zip(goal.rows, taught, strict=True)])  # [m], of all steps
+    scale = scales.repeat_interleave(torch.tensor(sizes, device=scales.device))  # [m]
+    hidden = torch.cat([state[mask] for state, mask in zip(states, taught, strict=True)])  # [m, H]
+    loss, each, greedy = SoftCrossEntropy.apply(hidden, drafter.lm_head.weight, batch.last_hidden, head, row, scale)
+
+    metrics, prefix = Metrics.zero(steps, each.device), torch.zeros_like(batch.input_ids)
+    alive = torch.ones_like(batch.loss_mask)  # [N]: right at every step so far
+    for step, (here, mask) in enumerate(zip(goal.slots, taught, strict=True)):
+        hit = torch.zeros_like(mask)  # [n_k]
+        hit[mask] = greedy.split(sizes)[step] == goal.draft[goal.rows[step]][mask]
+        alive[here] &= hit
+        prefix[here] += alive[here]
+        metrics.loss[step] = each.split(sizes)[step].sum(dtype=torch.float64)
+        metrics.count[step], metrics.slots[step] = mask.sum(), len(here)
+        metrics.hits[step], metrics.prefix_hits[step] = hit.sum(), alive[here].sum()
+    return loss, metrics, prefix
+
+
+class SoftCrossEntropy(torch.autograd.Function):
+    """sum(scale * cross entropy) of draft logits against target rows, with the gradients computed chunk by chunk.
+
+    hidden [m, H] (normed), weight [Vd, H], target_hidden [R, H], target_head [Vd, H]; row [m]: the target row of each
+    slot, scale [m]. Also returns each slot's cross entropy [m] and greedy draft id [m], without gradient.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, target_hidden: Tensor, target_head: Tensor, row: Tensor, scale: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        order = row.argsort(stable=True)  # slots of one target row together: each target row is computed once
+        used, first = row[order].unique_consecutive(return_counts=True)  # [u], [u]
+        each = hidden.new_empty(len(row), dtype=torch.promote_types(hidden.dtype, torch.float32))  # [m]
+        greedy = torch.empty_like(row)  # [m]
+        grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
+        start = 0
+        for rows, repeats in zip(used.split(_chunk(weight)), first.split(_chunk(weight)), strict=True):
+            at = order[start : start + int(repeats.sum())]  # [c]
+            start += len(at)
+            goal = (target_hidden[rows] @ target_head.T).to(each.dtype).softmax(-1)  # [u, Vd]
+            goal = goal.repeat_interleave(repeats, dim=0)  # [c, Vd]
+            h = hidden[at]  # [c, H]
+            logits = (h @ weight.T).to(each.dtype)  # [c, Vd]
+            norm = logits.logsumexp(-1)  # [c]
+            greedy[at] = logits.argmax(-1)
+            each[at] = norm - torch.linalg.vecdot(goal, logits)
+            if grad_hidden is not None and grad_weight is not None:
+                grad = logits.sub_(norm[:, None]).exp_().sub_(goal).mul_(scale[at, None]).to(h.dtype)  # [c, Vd]
+                grad_hidden[at] = (grad @ weight).to(hidden.dtype)
+                grad_weight += grad.T @ h
+        ctx.save_for_backward(grad_hidden, grad_weight)
+        ctx.mark_non_differentiable(each, greedy)
+        return (each * scale).sum(), each, greedy
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        grad_hidden, grad_weight = ctx.saved_tensors
+        return grad * grad_hidden, grad * grad_weight, None, None, None, None
+
+
+def eager_cross_entropy(
+    hidden: Tensor, weight: Tensor, target_hidden: Tensor, target_head: Tensor, row: Tensor, scale: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The definition of `SoftCrossEntropy`."""
+    goal = (target_hidden @ target_head.T).softmax(-1)[row]  # [m, Vd]
+    logits = hidden @ weight.T  # [m, Vd]
+    each = -(goal * logits.log_softmax(-1)).sum(-1)  # [m]
+    return (each * scale).sum(), each, logits.argmax(-1)
+
+
+def walk(prefix_hits: Tensor, loss_mask: Tensor, num_steps: int) -> tuple[int, int]:
+    """Completion tokens and verify steps of one sample's greedy answers, drafted `num_steps` ahead as serving does.
+
+    The first response token x_p comes from prefill, so the first verify step drafts at slot p-1; each one accepts the
+    slot's prefix hits and a bonus token, and the next starts behind them. Their quotient is the simulated accept
+    length: as in SGLang, the prefill's own token counts as a completion token. prefix_hits [T], loss_mask [T].
+    """
+    hits = prefix_hits.clamp(max=num_steps).tolist()
+    response = [False, *loss_mask.tolist(), False]
+    tokens = verified = 0
+    for p in range(1, len(hits)):
+        if response[p + 1] and not response[p]:  # x_p starts an answer; `response` is shifted by one
+            end = response.index(False, p + 1) - 1  # behind its last token
+            tokens += end - p
+            slot = p - 1
+            while slot + 2 < end:
+                slot += hits[slot] + 1
+                verified += 1
+    return tokens, verified

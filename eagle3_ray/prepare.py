@@ -1,0 +1,129 @@
+"""The first stage: a corpus as token ids, cut into response units.
+
+prompts/<fingerprint>/ holds one JSONL file a unit, {id, domain, segments}, where `segments` are the ids before each
+answer (conversations.py), and summary.json, written last: a folder without one is not whole and is made again.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from eagle3_ray.capture import TOKENIZER_FILES, fingerprint
+from eagle3_ray.config import ConfigError, PromptsConfig
+from eagle3_ray.conversations import BadRecord, parse, read_records, segments
+from eagle3_ray.run import Run
+from eagle3_ray.store.filesystem import Filesystem
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prepared conversation."""
+
+    id: str
+    domain: str
+    segments: list[list[int]]  # token ids before each answer
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """A prepared corpus."""
+
+    files: Filesystem
+    fingerprint: str
+    units: list[str]
+    summary: dict[str, Any]
+
+    def read(self, unit: str) -> list[Prompt]:
+        lines = self.files.read(f"prompts/{self.fingerprint}/units/{unit}.jsonl").split(b"\n")
+        return [Prompt(**json.loads(line)) for line in lines if line]
+
+
+def prepare(run: Run, prompts: PromptsConfig) -> Corpus:
+    """Read, check and tokenise a corpus, or find it prepared. ConfigError when it is empty or too much of it is bad."""
+    start = time.monotonic()
+    records = [_parsed(record) for record in read_records(prompts, run.config.store.storage_options)]
+    key = fingerprint(
+        {
+            "records": [record if isinstance(record, str) else asdict(record) for record in records],
+            "tokenizer": {name: digest for name, digest in run.target["files"].items() if name in TOKENIZER_FILES},
+            "chat_template_kwargs": run.target["chat_template_kwargs"],
+            "max_prompt_tokens": prompts.max_prompt_tokens,
+            "unit_size": prompts.unit_size,
+        }
+    )
+    summary = run.read_json(f"prompts/{key}/summary.json")
+    if summary is None:
+        summary = _write(run, prompts, key, records) | {"seconds": round(time.monotonic() - start, 1)}
+        run.write_json(f"prompts/{key}/summary.json", summary)
+    print(f"prepare: {summary['prompts']} prompts, {summary['bad']} bad records, {summary['units']} units", flush=True)
+    return Corpus(run.files, key, [_unit(i) for i in range(summary["units"])], summary)
+
+
+def _parsed(record: Any) -> Any:
+    """The record's conversation, or the reason why it has none."""
+    try:
+        return parse(record)
+    except BadRecord as error:
+        return str(error)
+
+
+def _write(run: Run, prompts: PromptsConfig, key: str, records: list[Any]) -> dict[str, Any]:
+    reasons: Counter[str] = Counter()
+    good = list(_tokenised(run, prompts, records, reasons))
+    bad = sum(reasons.values())
+    if not good or bad > prompts.max_bad_share * len(records):
+        worst = "; ".join(f"{count} x {reason}" for reason, count in reasons.most_common(5))
+        raise ConfigError(
+            f"prompts.source: {bad} of {len(records)} records of {prompts.source!r} cannot be used "
+            f"(prompts.max_bad_share={prompts.max_bad_share}): {worst}"
+        )
+    units = range(0, len(good), prompts.unit_size)
+    for i, first in enumerate(units):
+        lines = "".join(json.dumps(asdict(prompt)) + "\n" for prompt in good[first : first + prompts.unit_size])
+        run.files.write(f"prompts/{key}/units/{_unit(i)}.jsonl", lines.encode())
+    return {
+        "source": prompts.source,
+        "fingerprint": key,
+        "prompts": len(good),
+        "answers": sum(len(prompt.segments) for prompt in good),
+        "domains": dict(sorted(Counter(prompt.domain for prompt in good).items())),
+        "prompt_tokens": sum(len(ids) for prompt in good for ids in prompt.segments),
+        "bad": bad,
+        "reasons": dict(reasons.most_common()),
+        "units": len(units),
+    }
+
+
+def _tokenised(run: Run, prompts: PromptsConfig, records: list[Any], reasons: Counter[str]) -> Iterator[Prompt]:
+    """The good records as ids; the reason of every other is counted in `reasons`."""
+    import transformers
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(
+        run.folder, trust_remote_code=run.config.target.trust_remote_code
+    )
+    if not tokenizer.chat_template:
+        raise ConfigError(f"target.path: the tokenizer in {run.folder} has no chat template")
+    seen: set[str] = set()
+    for record in records:
+        try:
+            if isinstance(record, str):
+                raise BadRecord(record)
+            if record.id in seen:
+                raise BadRecord("an id that was there before")
+            ids = segments(record, tokenizer, run.target["chat_template_kwargs"])
+            if len(ids[0]) > prompts.max_prompt_tokens:
+                raise BadRecord(f"a prompt of more than prompts.max_prompt_tokens={prompts.max_prompt_tokens} tokens")
+        except BadRecord as error:
+            reasons[str(error)] += 1
+            continue
+        seen.add(record.id)
+        yield Prompt(record.id, record.domain, ids)
+
+
+def _unit(i: int) -> str:
+    return f"{i:06d}"

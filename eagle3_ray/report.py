@@ -1,0 +1,115 @@
+"""What a run came to: runs/<run>/summary.json for programs, report.html for people."""
+
+from __future__ import annotations
+
+import base64
+import importlib.metadata
+import io
+import platform
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from eagle3_ray.prepare import Corpus
+from eagle3_ray.run import Run
+from eagle3_ray.store.commits import Units
+
+PACKAGES = ("sglang", "ray", "torch", "transformers", "hydra-core")
+
+
+def summarise(
+    run: Run, corpus: Corpus, features: Units, drafter: str, evaluation: dict[str, Any], seconds: dict[str, float]
+) -> dict[str, Any]:
+    """The run's summary.json, which is also written. `seconds` are those of this run's stages."""
+    extraction = run.read_json(f"{features.folder}/summary.json") or {}
+    exported = run.read_json(f"{drafter}/export.json") or {}
+    folder = f"runs/{run.config.run}"
+    measured = ("accept_length", "accept_length_by_step", "verify_steps", "completion_tokens", "greedy_identical")
+    stored = ("samples", "failed", "tokens_captured", "tokens_generated", "bytes_stored", "boundaries", "domains")
+    summary = {
+        "run": run.config.run,
+        "target": run.config.target.name,
+        **{name: evaluation[name] for name in measured},
+        "by_domain": evaluation["by_domain"],
+        "prompts": corpus.summary["prompts"],
+        "heldout": evaluation["conversations"],
+        **{name: extraction.get(name) for name in stored},
+        "layer_ids": exported.get("layer_ids"),
+        "training": run.read_json(f"{drafter}/summary.json"),
+        "seconds": seconds | {"total": round(sum(seconds.values()), 1)},
+        "drafter": drafter,
+        "drafter_path": run.files.url(f"{drafter}/export"),
+        "report_path": run.files.url(f"{folder}/report.html"),
+        "features_path": run.files.url(features.folder),
+        "engines": {"extract": extraction.get("engine"), "evaluate": evaluation["engine"]},
+        "versions": {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}},
+    }
+    run.write_json(f"{folder}/summary.json", summary)
+    run.write_json(f"{folder}/config.json", asdict(run.config))
+    return summary
+
+
+def report(run: Run, summary: dict[str, Any]) -> None:
+    """Write runs/<run>/report.html: one file, pictures inside."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=jinja2.StrictUndefined
+    )
+    page = environment.get_template("report.html.jinja").render(
+        summary=summary, evaluate=run.config.evaluate, curves=_picture(training_curves(run, summary["drafter"]))
+    )
+    run.files.write(f"runs/{run.config.run}/report.html", page.encode())
+
+
+def training_curves(run: Run, drafter: str) -> dict[str, list[tuple[int, float]]]:
+    """The drafter's TensorBoard scalars: name -> (step, value)."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    curves: dict[str, list[tuple[int, float]]] = {}
+    with tempfile.TemporaryDirectory(prefix="eagle3-ray-") as scratch:
+        for key in run.files.list(f"{drafter}/tensorboard"):
+            local = Path(scratch, key)
+            run.files.download(key, local)
+            events = EventAccumulator(str(local), size_guidance={"scalars": 0}).Reload()
+            for name in events.Tags()["scalars"]:
+                curves.setdefault(name, []).extend((event.step, event.value) for event in events.Scalars(name))
+    return {name: sorted(dict(points).items()) for name, points in sorted(curves.items())}
+
+
+def _picture(curves: dict[str, list[tuple[int, float]]]) -> str | None:
+    """Loss and accuracy by step as a PNG, base64; None where nothing was trained."""
+    if not curves:
+        return None
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, 2, figsize=(11, 3.6))
+    for axis, kind, title in ((axes[0], "loss", "loss"), (axes[1], "prefix_accuracy", "prefix accuracy")):
+        for name, points in curves.items():
+            if name.startswith(f"{kind}/"):
+                steps, values = [step for step, _ in points], _smoothed([value for _, value in points])
+                axis.plot(steps, values, label=name.partition("/")[2].replace("_", " "))
+        axis.set(title=title, xlabel="optimizer step")
+        axis.grid(alpha=0.3)
+        axis.legend()
+    figure.tight_layout()
+    data = io.BytesIO()
+    figure.savefig(data, format="png", dpi=110)
+    plt.close(figure)
+    return base64.b64encode(data.getvalue()).decode()
+
+
+def _smoothed(values: list[float], width: int = 20) -> list[float]:
+    """The mean of the last `width` values at each."""
+    return [sum(values[max(0, i - width + 1) : i + 1]) / min(width, i + 1) for i in range(len(values))]
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

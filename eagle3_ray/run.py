@@ -1,0 +1,136 @@
+"""Everything that a stage needs, opened and checked before any engine starts."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from eagle3_ray.capture import (
+    CaptureSpec,
+    capture_description,
+    capture_spec,
+    describe_target,
+    engine_version,
+    fingerprint,
+    response_description,
+    target_config,
+    target_folder,
+    text_config,
+)
+from eagle3_ray.config import DTYPES, PLACEMENT, Config, ConfigError
+from eagle3_ray.engines import ENGINES
+from eagle3_ray.store.commits import Units
+from eagle3_ray.store.filesystem import Filesystem, StoreError
+
+
+@dataclass(frozen=True)
+class Run:
+    """A checked configuration, with the target and the store that it names."""
+
+    config: Config
+    files: Filesystem
+    folder: Path  # the target's
+    model: dict[str, Any]  # the target's text config
+    target: dict[str, Any]  # the target by content, for fingerprints
+    spec: CaptureSpec
+
+    def responses(self, corpus: str) -> tuple[Units, dict[str, Any]]:
+        """The units of responses to a prepared corpus, and their description."""
+        description = response_description(self.config, self.target, corpus)
+        return Units(self.files, "responses", fingerprint(description)), description
+
+    def features(self, corpus: str) -> tuple[Units, dict[str, Any]]:
+        """The units of features taken from those responses, and their description."""
+        responses = fingerprint(response_description(self.config, self.target, corpus))
+        version = engine_version(self.config)
+        description = capture_description(self.config, self.target, responses, self.spec, version)
+        return Units(self.files, "features", fingerprint(description)), description
+
+    def drafter(self, features: Units) -> str:
+        """The key below which the drafter of these settings and features is made."""
+        train = {name: value for name, value in asdict(self.config.train).items() if name not in PLACEMENT}
+        decides = {"features": features.folder, "drafter": asdict(self.config.drafter), "train": train}
+        return f"drafters/{fingerprint(decides)}"
+
+    def read_json(self, key: str) -> dict[str, Any] | None:
+        """A JSON object of the store, or None where there is none."""
+        try:
+            return json.loads(self.files.read(key))
+        except FileNotFoundError:
+            return None
+
+    def write_json(self, key: str, value: dict[str, Any]) -> None:
+        self.files.write(key, json.dumps(value, indent=1).encode())
+
+
+def open_run(config: Config) -> Run:
+    """Check the configuration and open what it names. ConfigError says which setting cannot work, and its value."""
+    check_values(config)
+    try:
+        files = Filesystem(config.store.root, config.store.storage_options)
+        files.check()
+    except StoreError as error:
+        raise ConfigError(str(error)) from None
+    folder = target_folder(config.target)
+    model = text_config(target_config(folder))
+    spec = capture_spec(config, model)
+    vocabulary = int(model["vocab_size"])
+    if config.drafter.draft_vocab_size > vocabulary:
+        raise ConfigError(
+            f"drafter.draft_vocab_size: {config.drafter.draft_vocab_size} is more than the target's {vocabulary}"
+        )
+    room = int(model["max_position_embeddings"])
+    for name, new in (
+        ("sampling.max_new_tokens", config.sampling.max_new_tokens),
+        ("evaluate.max_new_tokens", config.evaluate.max_new_tokens),
+    ):
+        if new >= room:
+            raise ConfigError(f"{name}: {new} leaves no room for a prompt in the target's context of {room}")
+    return Run(config, files, folder, model, describe_target(config.target, folder), spec)
+
+
+def check_values(config: Config) -> None:
+    """What can be told from the values alone."""
+    choices = {
+        "engine.name": (config.engine.name, ENGINES),
+        "engine.dtype": (config.engine.dtype, DTYPES),
+        "capture.dtype": (config.capture.dtype, DTYPES),
+        "train.dtype": (config.train.dtype, DTYPES),
+        "evaluate.dtype": (config.evaluate.dtype or config.engine.dtype, DTYPES),
+        "hardware.device": (config.hardware.device, ("cuda", "cpu")),
+    }
+    for name, (value, allowed) in choices.items():
+        if value not in allowed:
+            raise ConfigError(f"{name}: {value!r} is none of {', '.join(allowed)}")
+    at_least = {
+        "prompts.unit_size": (config.prompts.unit_size, 1),
+        "prompts.max_prompt_tokens": (config.prompts.max_prompt_tokens, 1),
+        "sampling.max_new_tokens": (config.sampling.max_new_tokens, 1),
+        "sampling.temperature": (config.sampling.temperature, 0),
+        "hardware.num_actors": (config.hardware.num_actors, 1),
+        "hardware.max_inflight": (config.hardware.max_inflight, 1),
+        "hardware.max_captures": (config.hardware.max_captures, 1),
+        "store.shard_bytes": (config.store.shard_bytes, 1),
+        "drafter.draft_vocab_size": (config.drafter.draft_vocab_size, 1),
+        "train.steps": (config.train.steps, 0),
+        "train.batch_size": (config.train.batch_size, 1),
+        "train.ttt_steps": (config.train.ttt_steps, 1),
+        "train.num_workers": (config.train.num_workers, 1),
+        "train.checkpoint_every": (config.train.checkpoint_every, 1),
+        "evaluate.max_new_tokens": (config.evaluate.max_new_tokens, 1),
+        "evaluate.num_steps": (config.evaluate.num_steps, 1),
+        "evaluate.topk": (config.evaluate.topk, 1),
+        "evaluate.num_draft_tokens": (config.evaluate.num_draft_tokens, 2),
+    }
+    for name, (value, least) in at_least.items():
+        if value < least:
+            raise ConfigError(f"{name}: {value} is less than {least}")
+    if not 0 <= config.prompts.max_bad_share <= 1:
+        raise ConfigError(f"prompts.max_bad_share: {config.prompts.max_bad_share} is not between 0 and 1")
+    if config.evaluate.topk == 1 and config.evaluate.num_draft_tokens != config.evaluate.num_steps + 1:
+        raise ConfigError(
+            f"evaluate.num_draft_tokens: a chain (evaluate.topk=1) of {config.evaluate.num_steps} steps verifies "
+            f"{config.evaluate.num_steps + 1} tokens, not {config.evaluate.num_draft_tokens}"
+        )

@@ -1,0 +1,156 @@
+"""What counts as done: a unit is captured when its commit exists, and never before.
+
+A commit is one small JSON object, made with create-if-absent after its shard is whole. So of several attempts at one
+unit (a retry, two actors, a run started twice) exactly one is ever seen, and a crash at any moment leaves either a
+whole unit or garbage that no commit names. There is no index to keep in step: readers list the commits.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+from eagle3_ray.store.filesystem import Filesystem, StoreError
+
+_verified: set[tuple[str, str]] = set()  # (path, sha256) of the shards that this process has checked
+
+
+@dataclass(frozen=True)
+class Commit:
+    """One finished unit."""
+
+    unit: str
+    shard: str  # key below the store's root
+    size: int  # bytes
+    sha256: str
+    samples: list[dict[str, Any]]  # the index, in the shard's order: id, domain, tokens, …
+    facts: dict[str, Any]  # about the unit: counts, timings, whatever its stage wants to keep
+
+
+class Units:
+    """One set of units, responses/<fingerprint>/ or features/<fingerprint>/, and its description."""
+
+    def __init__(self, files: Filesystem, kind: str, fingerprint: str):
+        self.files = files
+        self.folder = f"{_name(kind)}/{_name(fingerprint)}"
+
+    def describe(self, description: dict[str, Any]) -> None:
+        """Record what the fingerprint stands for; refuse another description under the same fingerprint."""
+        data = _json(description)
+        if self.files.create(self._description, data):
+            return
+        stored, now = _flat(self.description()), _flat(json.loads(data))
+        differ = sorted(name for name in stored.keys() | now.keys() if stored.get(name) != now.get(name))
+        if differ:
+            lines = [f"  {name}: stored {stored.get(name, 'none')}, now {now.get(name, 'none')}" for name in differ]
+            here = self.files.url(self._description)
+            raise StoreError("\n".join([f"{here} describes something else under the same fingerprint:", *lines]))
+
+    def description(self) -> dict[str, Any]:
+        try:
+            return json.loads(self.files.read(self._description))
+        except FileNotFoundError as error:
+            raise StoreError(f"nothing is stored here yet: no {self.files.url(self._description)}") from error
+
+    def commit(self, unit: str, shard: Path, samples: list[dict[str, Any]], **facts: Any) -> bool:
+        """Store a local shard as this unit; False when another attempt was first."""
+        commit_key = self._commit_key(unit)
+        if self.files.exists(commit_key):
+            return False
+        key = f"{self.folder}/shards/{unit}.{uuid4().hex[:12]}.safetensors"
+        commit = Commit(unit, key, shard.stat().st_size, _sha256(shard), samples, facts)
+        self.files.upload(shard, key)
+        if self.files.create(commit_key, _json(asdict(commit))):
+            return True
+        if self.read_commit(unit).shard == key:  # it was created, only the answer was lost: the shard is in use
+            return True
+        self.files.delete(key)
+        return False
+
+    def committed(self) -> list[str]:
+        """The names of the finished units, sorted."""
+        folder = f"{self.folder}/commits/"
+        keys = self.files.list(folder)
+        return sorted(key.removeprefix(folder).removesuffix(".json") for key in keys)
+
+    def read_commit(self, unit: str) -> Commit:
+        return Commit(**json.loads(self.files.read(self._commit_key(unit))))
+
+    def commits(self) -> list[Commit]:
+        """Every finished unit, sorted by name."""
+        with ThreadPoolExecutor(16) as pool:
+            return list(pool.map(self.read_commit, self.committed()))
+
+    def fetch(self, commit: Commit, cache_dir: str | Path) -> Path:
+        """A local path of the unit's shard: the file itself on local disk, else a copy below cache_dir.
+
+        Size and checksum are compared with the commit at the first read in this process. A copy that fails may have
+        been damaged in the cache, so it is downloaded once more; the store's own file is not forgiven.
+        """
+        url = self.files.url(commit.shard)
+        path = Path(url) if self.files.local else Path(cache_dir, commit.shard)
+        try:
+            cached = path.exists()
+            if not cached and not self.files.local:
+                self.files.download(commit.shard, path)
+            fault = _fault(path, commit)
+            if fault and cached and not self.files.local:
+                self.files.download(commit.shard, path)
+                fault = _fault(path, commit)
+        except FileNotFoundError:
+            fault = "is missing"
+        if fault:
+            raise StoreError(f"shard {url} {fault}; delete {self.files.url(self._commit_key(commit.unit))} to redo it")
+        return path
+
+    @property
+    def _description(self) -> str:
+        return f"{self.folder}/description.json"
+
+    def _commit_key(self, unit: str) -> str:
+        return f"{self.folder}/commits/{_name(unit)}.json"
+
+
+def _fault(path: Path, commit: Commit) -> str | None:
+    """What is wrong with a local shard. The whole file is read once; after that its size alone is compared."""
+    size = path.stat().st_size
+    if size != commit.size:
+        return f"has {size} bytes, its commit says {commit.size}"
+    if (str(path), commit.sha256) in _verified:
+        return None
+    sha256 = _sha256(path)
+    if sha256 != commit.sha256:
+        return f"has the sha256 {sha256}, its commit says {commit.sha256}"
+    _verified.add((str(path), sha256))
+    return None
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with open(path, "rb", buffering=0) as file:
+        while piece := file.read(2**20):
+            digest.update(piece)
+    return digest.hexdigest()
+
+
+def _name(name: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9_.-]+", name):
+        raise StoreError(f"{name!r} cannot name a unit or a fingerprint: letters, digits, '_', '.' and '-' only")
+    return name
+
+
+def _json(value: dict[str, Any]) -> bytes:
+    return json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False).encode()
+
+
+def _flat(value: Any, name: str = "") -> dict[str, str]:
+    """Each setting by its dotted name, its value as JSON."""
+    if not isinstance(value, dict) or not value:
+        return {name: json.dumps(value)}
+    return {k: v for key, inner in value.items() for k, v in _flat(inner, f"{name}.{key}" if name else key).items()}

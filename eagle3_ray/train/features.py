@@ -1,0 +1,155 @@
+"""The training data: samples read from committed shards, in an order that only (seed, epoch, commit list) decide.
+
+An epoch takes the shards in a random order and, so that reads stay near-sequential, shuffles samples only within a
+window of a few shards. The epochs follow each other without a seam: global batch b is positions [b*B, (b+1)*B) of the
+endless sequence, and worker r of w takes every w-th of them from r on. So the number of samples consumed is the whole
+resume state beside the commit list, whatever the number of workers before and after.
+"""
+
+from __future__ import annotations
+
+import queue
+import random
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from eagle3_ray.config import ConfigError, TrainConfig
+from eagle3_ray.drafter.model import Batch
+from eagle3_ray.store.commits import Commit, Units
+from eagle3_ray.store.shards import Features, ShardReader
+
+WINDOW = 8  # shards whose samples are shuffled together, and the most that are open at a time
+PREFETCH = 4  # batches read ahead
+
+
+def epoch_order(seed: int, epoch: int, sizes: list[int]) -> list[tuple[int, int]]:
+    """(shard, sample) of every sample, for shards of `sizes` samples."""
+    shuffle = random.Random(f"{seed}/{epoch}").shuffle
+    shards = list(range(len(sizes)))
+    shuffle(shards)
+    order = []
+    for start in range(0, len(shards), WINDOW):
+        window = [(shard, i) for shard in shards[start : start + WINDOW] for i in range(sizes[shard])]
+        shuffle(window)
+        order += window
+    return order
+
+
+def positions(
+    config: TrainConfig, sizes: list[int], rank: int, world: int, consumed: int
+) -> Iterator[list[tuple[int, int]]]:
+    """This worker's share of each global batch, for ever: (shard, sample) pairs; `consumed` counts all workers'."""
+    total, epoch, order = sum(sizes), -1, []
+    for start in range(consumed, 2**63, config.batch_size):
+        share = []
+        for position in range(start + rank, start + config.batch_size, world):
+            if position // total != epoch:
+                epoch = position // total
+                order = epoch_order(config.seed, epoch, sizes)
+            share.append(order[position % total])
+        yield share
+
+
+def stream(
+    config: TrainConfig, features: Units, commits: list[Commit], cache: Path, rank: int, world: int, consumed: int
+) -> Iterator[list[Features]]:
+    """The samples of this worker's share of each global batch, read ahead by a thread."""
+    sizes = [len(commit.samples) for commit in commits]
+    if not sum(sizes):
+        raise ConfigError(f"train: no sample is committed below {features.files.url(features.folder)}")
+    return _ahead(_read(features, commits, positions(config, sizes, rank, world, consumed), cache))
+
+
+def _read(
+    features: Units, commits: list[Commit], shares: Iterator[list[tuple[int, int]]], cache: Path
+) -> Iterator[list[Features]]:
+    fingerprint = features.folder.rpartition("/")[2]
+    readers: OrderedDict[int, ShardReader] = OrderedDict()
+    for share in shares:
+        samples = []
+        for shard, i in share:
+            if shard not in readers:
+                if len(readers) == WINDOW:
+                    gone, _ = readers.popitem(last=False)
+                    (cache / commits[gone].shard).unlink(missing_ok=True)  # a copy; the store's own is elsewhere
+                readers[shard] = ShardReader(features.fetch(commits[shard], cache), fingerprint)
+            readers.move_to_end(shard)
+            samples.append(readers[shard].features(i))
+        yield samples
+
+
+def _ahead(source: Iterator[list[Features]]) -> Iterator[list[Features]]:
+    """`source`, run by a thread up to PREFETCH items ahead; its error is raised here."""
+    ready: queue.Queue[list[Features] | BaseException] = queue.Queue(PREFETCH)
+    stopped = threading.Event()
+
+    def fill() -> None:
+        try:
+            for item in source:
+                while not stopped.is_set():
+                    try:
+                        ready.put(item, timeout=0.1)
+                        break
+                    except queue.Full:
+                        continue
+                if stopped.is_set():
+                    return
+        except BaseException as error:  # also what a dying interpreter raises: the reader must not wait for ever
+            ready.put(error)
+
+    threading.Thread(target=fill, daemon=True).start()
+    try:
+        while True:
+            item = ready.get()
+            if isinstance(item, BaseException):
+                raise item
+            yield item
+    finally:
+        stopped.set()
+
+
+def batches(samples: list[Features], max_length: int, dtype: torch.dtype) -> list[Batch]:
+    """The samples in micro-batches of at most `max_length` tokens. What follows the last response token is cut off."""
+    groups: list[list[Features]] = []
+    room = 0
+    for sample in samples:
+        mask = sample.loss_mask[:max_length]  # [T]
+        length = int(mask.nonzero()[-1]) + 1 if mask.any() else 0
+        if not length:
+            continue
+        if length > room:
+            groups.append([])
+            room = max_length
+        groups[-1].append(_cut(sample, length))
+        room -= length
+    return [_batch(group, dtype) for group in groups]
+
+
+def _cut(sample: Features, length: int) -> Features:
+    rows = int((sample.last_rows < length).sum())
+    return Features(
+        id=sample.id,
+        input_ids=sample.input_ids[:length],
+        loss_mask=sample.loss_mask[:length],
+        aux=sample.aux[:length],
+        last_hidden=sample.last_hidden[:rows],
+        last_rows=sample.last_rows[:rows],
+    )
+
+
+def _batch(samples: list[Features], dtype: torch.dtype) -> Batch:
+    lengths = tuple(len(s.input_ids) for s in samples)
+    starts = torch.tensor([0, *lengths]).cumsum(0)
+    return Batch(
+        ids=tuple(s.id for s in samples),
+        lengths=lengths,
+        input_ids=torch.cat([s.input_ids for s in samples]).long(),  # [N]
+        loss_mask=torch.cat([s.loss_mask for s in samples]),  # [N]
+        aux=torch.cat([s.aux for s in samples]).to(dtype),  # [N, A*H]
+        last_hidden=torch.cat([s.last_hidden for s in samples]).to(dtype),  # [R, H]
+        last_rows=torch.cat([s.last_rows + start for s, start in zip(samples, starts, strict=False)]),  # [R]
+    )

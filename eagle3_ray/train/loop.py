@@ -1,0 +1,139 @@
+"""One worker's training: a step on its share of a global batch, and the state that resumes it to the bit.
+
+Every step first counts the slots that have a loss, over all workers, and divides by that; then gradients are simply
+summed. So the result does not depend on how a batch is cut into workers and micro-batches. Gradients are reduced by
+hand and not by DistributedDataParallel, which averages over workers and waits for a backward pass of each: a worker
+may have several micro-batches, or, where its share holds no valid slot, none. It then takes the step with zeros.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from eagle3_ray.config import TrainConfig
+from eagle3_ray.drafter.loss import Metrics, target_argmax, targets, ttt_loss, walk
+from eagle3_ray.drafter.model import Batch, Drafter
+from eagle3_ray.store.shards import Features
+from eagle3_ray.train.features import batches
+
+
+class Training:
+    """A drafter, its optimizer and the target's head [V, H] on one device; `taken` steps so far."""
+
+    def __init__(self, config: TrainConfig, drafter: Drafter, head: Tensor, device: torch.device) -> None:
+        self.config, self.device, self.taken = config, device, 0
+        self.dtype = getattr(torch, config.dtype)
+        self.drafter = drafter.to(device)
+        self.head = head.to(device, self.dtype)
+        self.draft_head = self.head[self.drafter.draft_ids]  # [Vd, H]
+        self.parameters = {name: p for name, p in drafter.named_parameters() if p.requires_grad}
+        self.optimizer = torch.optim.AdamW(
+            self.parameters.values(), lr=config.lr, betas=(0.9, 0.95), weight_decay=config.weight_decay, fused=True
+        )
+        self._argmax: dict[str, Tensor] = {}  # of each sample's target rows: 4 bytes a row spare a large product
+
+    def step(self, samples: list[Features]) -> tuple[Metrics, dict[str, float]]:
+        """One optimizer step. The metrics are those of the whole global batch."""
+        steps = self.config.ttt_steps
+        metrics, counts = Metrics.zero(steps, self.device), torch.zeros(steps, dtype=torch.int64, device=self.device)
+        prepared = []
+        for batch in batches(samples, self.config.max_length, self.dtype):
+            batch = batch.to(self.device)
+            goal = targets(batch, self._greedy(batch), self.drafter, steps)
+            counts += goal.count()
+            prepared.append((batch, goal))
+        _sum(counts)
+        for batch, goal in prepared:
+            with torch.autocast(self.device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16):
+                loss, sums, _ = ttt_loss(self.drafter, batch, goal, self.draft_head, counts)
+            loss.backward()
+            metrics += sums
+        norm = self._update()
+        sums = metrics.stacked()  # [5, K]
+        tokens = torch.tensor(sum(len(batch.input_ids) for batch, _ in prepared), device=self.device)
+        _sum(sums)
+        _sum(tokens)
+        return Metrics(*sums), {"lr": self._rate(self.taken - 1), "grad_norm": norm, "tokens": tokens.item()}
+
+    def _greedy(self, batch: Batch) -> Tensor:
+        """The target's greedy token of each target row: [R]. By sample, so that no batch's shape can change it."""
+        rows = torch.searchsorted(batch.last_rows, batch.bounds()).diff().tolist()
+        for name, last_hidden in zip(batch.ids, batch.last_hidden.split(rows), strict=True):
+            if name not in self._argmax:
+                self._argmax[name] = target_argmax(last_hidden, self.head).int()
+        return torch.cat([self._argmax[name] for name in batch.ids]).long()
+
+    def _update(self) -> float:
+        """Sum the gradients over all workers, clip, step. Returns the norm before clipping."""
+        for parameter in self.parameters.values():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        grads = [p.grad for p in self.parameters.values() if p.grad is not None]
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            flat = torch.cat([grad.flatten() for grad in grads])
+            _sum(flat)
+            for grad, reduced in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
+                grad.copy_(reduced.view_as(grad))
+        norm = torch.nn.utils.clip_grad_norm_(self.parameters.values(), self.config.max_grad_norm)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self._rate(self.taken)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.taken += 1
+        return norm.item()
+
+    def _rate(self, step: int) -> float:
+        """Linear warm-up, then a cosine down to `min_lr_share`."""
+        warmup = max(1, round(self.config.warmup_share * self.config.steps))
+        if step < warmup:
+            return self.config.lr * (step + 1) / warmup
+        done = (step - warmup) / max(1, self.config.steps - warmup)
+        low = self.config.min_lr_share
+        return self.config.lr * (low + (1 - low) * 0.5 * (1 + math.cos(math.pi * done)))
+
+    def weights(self) -> dict[str, Tensor]:
+        """The trained parameters and the vocabulary maps: all of the drafter but the target's embedding."""
+        state = self.drafter.state_dict()
+        del state["embed_tokens.weight"]
+        return {name: tensor.cpu() for name, tensor in state.items()}
+
+    def state(self) -> dict[str, Tensor]:
+        """What `restore` needs beside `taken`: weights, and AdamW's two moments of each."""
+        moments = {
+            f"{moment}.{name}": self.optimizer.state[parameter][moment].cpu()
+            for name, parameter in self.parameters.items()
+            for moment in ("exp_avg", "exp_avg_sq")
+        }
+        return self.weights() | moments
+
+    def restore(self, state: dict[str, Tensor], taken: int) -> None:
+        self.drafter.load_state_dict({n: t for n, t in state.items() if not n.startswith("exp_avg")}, strict=False)
+        for name, parameter in self.parameters.items():
+            moments = {moment: state[f"{moment}.{name}"].to(self.device) for moment in ("exp_avg", "exp_avg_sq")}
+            self.optimizer.state[parameter] = {"step": torch.tensor(float(taken), device=self.device), **moments}
+        self.taken = taken
+
+    @torch.no_grad()
+    def accept_length(self, samples: list[Features], num_steps: int) -> dict[str, Any]:
+        """Simulated serving of the samples' greedy answers (`walk`), drafted `num_steps` ahead."""
+        tokens = verified = 0
+        for batch in batches(samples, self.config.max_length, self.dtype):
+            batch = batch.to(self.device)
+            goal = targets(batch, self._greedy(batch), self.drafter, num_steps)
+            with torch.autocast(self.device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16):
+                _, _, prefix = ttt_loss(self.drafter, batch, goal, self.draft_head, goal.count())
+            pieces = zip(prefix.split(batch.lengths), batch.loss_mask.split(batch.lengths), strict=True)
+            for said, checked in (walk(hits, mask, num_steps) for hits, mask in pieces):
+                tokens, verified = tokens + said, verified + checked
+        return {"completion_tokens": tokens, "verify_steps": verified, "accept_length": tokens / max(1, verified)}
+
+
+def _sum(tensor: Tensor) -> None:
+    """Over all workers, in place."""
+    if dist.is_initialized():
+        dist.all_reduce(tensor)

@@ -1,0 +1,51 @@
+"""One thin Hydra entry point a stage: `python -m ray_jobs.STAGE [override …]`.
+
+`stage` composes conf/, checks it against eagle3_ray.config, and runs one function. The exit code is 2 for a
+configuration that cannot work, before any engine starts, and 1 for a failure after that.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra.core.config_store import ConfigStore
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from eagle3_ray.config import Config, ConfigError
+from eagle3_ray.run import Run, open_run
+
+ROOT = Path(__file__).resolve().parent.parent
+ConfigStore.instance().store(name="schema", node=Config)  # conf/config.yaml builds on it
+OmegaConf.register_new_resolver("repo", lambda path: str(ROOT / path), replace=True)
+
+
+def stage(function: Callable[[Run], Any]) -> None:
+    """Run `function` on the checked configuration of this command line."""
+    composed_well = False
+
+    @hydra.main(version_base="1.3", config_path=str(ROOT / "conf"), config_name="config")
+    def main(composed: DictConfig) -> None:
+        nonlocal composed_well
+        composed_well = True
+        try:
+            function(open_run(typed(composed)))
+        except (ConfigError, OmegaConfBaseException) as error:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+            sys.exit(2)
+
+    try:
+        main()
+    except SystemExit as end:  # of a faulty command line Hydra says what is wrong and exits with 1
+        sys.exit(2 if end.code == 1 and not composed_well else end.code)
+
+
+def typed(composed: DictConfig) -> Config:
+    """The composed settings as dataclasses."""
+    config = OmegaConf.to_object(composed)
+    assert isinstance(config, Config)
+    return config

@@ -1,0 +1,19 @@
+"""Drafter -> its accept length in real SGLang serving."""
+
+from eagle3_ray.evaluate import evaluate, heldout
+from eagle3_ray.prepare import prepare
+from eagle3_ray.run import Run
+from ray_jobs import stage
+from ray_jobs.cluster import cluster
+
+
+def main(run: Run) -> None:
+    features, _ = run.features(prepare(run, run.config.prompts).fingerprint)
+    prompts = heldout(run)
+    with cluster(run.config.cluster):
+        summary = evaluate(run, prompts, run.drafter(features))
+    print(f"evaluate: accept length {summary['accept_length']} over {summary['verify_steps']} verify steps")
+
+
+if __name__ == "__main__":
+    stage(main)

@@ -1,0 +1,49 @@
+"""The whole line: prompts to a drafter that SGLang serves, with its measured accept length."""
+
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from eagle3_ray.config import ConfigError
+from eagle3_ray.evaluate import evaluate, heldout
+from eagle3_ray.export import export
+from eagle3_ray.extract import extract, extracted
+from eagle3_ray.prepare import prepare
+from eagle3_ray.report import report, summarise
+from eagle3_ray.run import Run
+from eagle3_ray.train.trainer import train_drafter
+from ray_jobs import stage
+from ray_jobs.cluster import cluster
+
+Result = TypeVar("Result")
+
+
+def main(run: Run) -> None:
+    if run.config.engine.name != "sglang":
+        raise ConfigError(f"engine.name: the pipeline ends in SGLang; {run.config.engine.name} has single stages only")
+    seconds: dict[str, float] = {}
+
+    def timed(name: str, function: Callable[..., Result], *args: Any) -> Result:
+        start = time.monotonic()
+        result = function(*args)
+        seconds[name] = round(time.monotonic() - start, 1)
+        return result
+
+    corpus = timed("prepare", prepare, run, run.config.prompts)
+    prompts = heldout(run)
+    with cluster(run.config.cluster):
+        timed("extract", extract, run, corpus)
+        features, _ = extracted(run, corpus)
+        drafter = run.drafter(features)
+        timed("train", train_drafter, run.config, features, features.description(), drafter)
+        timed("export", export, run, features, drafter)
+        evaluation = timed("evaluate", evaluate, run, prompts, drafter)
+    summary = summarise(run, corpus, features, drafter, evaluation, seconds)
+    report(run, summary)
+    print(f"accept length  {summary['accept_length']}")
+    print(f"drafter        {summary['drafter_path']}")
+    print(f"report         {summary['report_path']}")
+
+
+if __name__ == "__main__":
+    stage(main)

@@ -1,0 +1,107 @@
+"""Public chat formats in, token ids out."""
+
+from __future__ import annotations
+
+import gzip
+import json
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from eagle3_ray.config import ConfigError, PromptsConfig
+from eagle3_ray.conversations import BadRecord, Conversation, join, parse, read_records, segments
+
+
+def users(record: object) -> list[str]:
+    return [message["content"] for message in parse(record).messages if message["role"] == "user"]
+
+
+def test_the_three_formats_say_the_same() -> None:
+    openai = {"messages": [{"role": "user", "content": "one"}, {"role": "assistant", "content": "x"}]}
+    sharegpt = {"conversations": [{"from": "human", "value": "one"}, {"from": "gpt", "value": "x"}]}
+    assert parse(openai).messages == parse(sharegpt).messages == parse({"prompt": "one"}).messages
+
+
+def test_the_corpus_own_answers_are_dropped_and_every_user_turn_is_kept() -> None:
+    turns = [("assistant", "hello"), ("user", "one"), ("assistant", None), ("user", "two"), ("user", "three")]
+    record = {"messages": [{"role": role, "content": content} for role, content in turns]}
+    assert users(record) == ["one", "two", "three"]
+
+
+def test_content_parts_are_joined() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert users({"messages": [{"role": "user", "content": parts}]}) == ["ab"]
+
+
+@pytest.mark.parametrize(
+    ("record", "reason"),
+    [
+        ("text", "must be an object"),
+        ({}, "no messages"),
+        ({"messages": []}, "no messages"),
+        ({"messages": [{"role": "assistant", "content": "x"}]}, "no user message"),
+        ({"messages": [{"role": "user", "content": None}]}, "empty user message"),
+        ({"messages": [{"role": "user", "content": "  "}]}, "empty user message"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "role 'tool'"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "not text"),
+        ({"messages": [{"role": "user", "content": "a"}, {"role": "system", "content": "b"}]}, "after the start"),
+        ({"messages": ["a"]}, "not an object"),
+    ],
+)
+def test_a_bad_record_says_why(record: object, reason: str) -> None:
+    with pytest.raises(BadRecord, match=reason):
+        parse(record)
+
+
+def test_files_are_read_whatever_their_form(tmp_path) -> None:
+    rows = [{"id": str(i), "prompt": f"line\u2028break {i}"} for i in range(3)]  # U+2028 is no line end in JSONL
+    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    (tmp_path / "a.jsonl").write_text(text)
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(text.encode()))
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "c.parquet")
+    for name in ("a.jsonl", "b.jsonl.gz", "c.parquet"):
+        assert list(read_records(PromptsConfig(source=str(tmp_path / name)))) == rows
+    assert len(list(read_records(PromptsConfig(source=f"{tmp_path}/*.jsonl*")))) == 6
+    assert len(list(read_records(PromptsConfig(source=f"file://{tmp_path}/a.jsonl", limit=2)))) == 2
+
+
+def test_a_line_that_is_not_json_is_one_bad_record(tmp_path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"prompt": "a"}\n{broken\n{"prompt": "b"}\n')
+    good, bad, last = read_records(PromptsConfig(source=str(tmp_path / "a.jsonl")))
+    assert (good, last) == ({"prompt": "a"}, {"prompt": "b"})
+    with pytest.raises(BadRecord, match="line 2 is not JSON"):
+        parse(bad)
+
+
+@pytest.mark.parametrize("name", ["missing.jsonl", "empty.jsonl", "*.parquet"])
+def test_nothing_to_read_is_a_configuration_error(tmp_path, name: str) -> None:
+    (tmp_path / "empty.jsonl").write_text("\n")
+    with pytest.raises(ConfigError, match="prompts.source"):
+        list(read_records(PromptsConfig(source=str(tmp_path / name))))
+
+
+def test_segments_and_answers_join_to_what_the_template_renders(smollm2_tokenizer) -> None:
+    tokenizer = smollm2_tokenizer
+    said = ({"role": "system", "content": "Be brief."}, *({"role": "user", "content": c} for c in ("One?", "Two?")))
+    first, second = segments(Conversation("a", "none", said), tokenizer, {})
+    answer = tokenizer("Yes.", add_special_tokens=False)["input_ids"]
+    whole = [said[0], said[1], {"role": "assistant", "content": "Yes."}, said[2]]
+    expected = tokenizer(
+        tokenizer.apply_chat_template(whole, tokenize=False, add_generation_prompt=True), add_special_tokens=False
+    )["input_ids"]
+    end = second[:1]  # the end-of-turn token
+    assert first + answer + end + join(first + answer + end, second) == expected  # an answer that ended by itself
+    assert first + answer + join(first + answer, second) == expected  # one that was cut by its length
+    assert tokenizer.decode(end) == "<|im_end|>"
+
+
+def test_a_template_that_rewrites_history_is_refused(smollm2_tokenizer) -> None:
+    class Forgetful:
+        def apply_chat_template(self, messages, **_):
+            last = messages[-1]["content"]
+            return f"[{len(messages)}]" + "".join(m["content"] for m in messages[:-1]) + last
+
+    said = tuple({"role": "user", "content": c} for c in ("One?", "Two?"))
+    with pytest.raises(BadRecord, match="rewrites earlier turns"):
+        segments(Conversation("a", "none", said), Forgetful(), {})

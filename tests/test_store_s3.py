@@ -1,0 +1,131 @@
+"""The same contract on a real S3 server, and what only S3 can do wrong."""
+
+from __future__ import annotations
+
+import pickle
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from uuid import uuid4
+
+import pytest
+from seaweed import Server, serve
+from test_store import (  # noqa: F401
+    PRINT,
+    shard,
+    test_a_commit_whose_answer_was_lost_keeps_its_shard,
+    test_a_committed_unit_is_read_back_whole,
+    test_a_crash_between_shard_and_commit_leaves_nothing_visible,
+    test_a_damaged_shard_is_refused_at_the_first_read,
+    test_a_listing_holds_the_folders_keys_and_is_never_stale,
+    test_a_missing_object_is_seen_as_missing,
+    test_a_root_where_two_writers_win_is_refused,
+    test_a_sound_root_passes_the_check_and_keeps_nothing_of_it,
+    test_an_object_reads_as_it_was_written,
+    test_another_description_under_the_same_fingerprint_is_refused_by_its_lines,
+    test_creation_has_one_winner_among_processes,
+    test_creation_has_one_winner_among_threads,
+    test_of_many_attempts_at_a_unit_one_is_kept_and_the_others_leave_nothing,
+)
+
+from eagle3_ray.store.commits import Units
+from eagle3_ray.store.filesystem import Filesystem, StoreError
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with serve(tmp_path_factory.mktemp("seaweed")) as server:
+        yield server
+
+
+@pytest.fixture
+def files(server: Server) -> Filesystem:
+    return Filesystem(f"s3://{server.bucket}/{uuid4().hex}/root", server.storage_options)
+
+
+def test_a_bucket_may_be_the_root(server: Server) -> None:
+    files = Filesystem(f"s3://{server.bucket}/", server.storage_options)
+    files.write("top/key", b"x")
+    assert files.url("top/key") == f"s3://{server.bucket}/top/key"
+    assert files.list("top") == ["top/key"] and "top/key" in files.list("")
+
+
+def test_a_connection_is_not_pickled(files: Filesystem) -> None:
+    unused = pickle.dumps(files)
+    files.write("key", b"x")
+    assert pickle.dumps(files) == unused
+    assert pickle.loads(unused).read("key") == b"x"
+
+
+def test_a_wrong_secret_is_refused_without_being_shown(server: Server) -> None:
+    secret = uuid4().hex
+    files = Filesystem(f"s3://{server.bucket}/root", {**server.storage_options, "secret": secret})
+    for use in (files.check, lambda: files.list("a"), lambda: files.create("a", b"x"), lambda: files.exists("a")):
+        with pytest.raises(StoreError, match="store.root is .*Permission.*store.storage_options sets") as refused:
+            use()
+        assert secret not in "".join(traceback.format_exception(refused.value))
+
+
+def test_a_secret_that_an_error_repeats_is_blotted_out() -> None:
+    options = {"client_kwargs": {"aws_secret_access_key": "hush-hush"}}
+    files = Filesystem("s3://bucket/root", options)
+    with pytest.raises(StoreError) as refused, files._errors("read", "key"):
+        raise ValueError(f"client got {options['client_kwargs']['aws_secret_access_key']}")
+    shown = "".join(traceback.format_exception(refused.value))
+    assert "client got ***" in shown and "got hush-hush" not in shown
+
+
+def test_a_setting_that_fsspec_does_not_know_is_named(tmp_path: Path) -> None:
+    files = Filesystem("s3://bucket/root", {"endpoint": "http://127.0.0.1:1"})
+    for use in (files.check, lambda: files.download("a", tmp_path / "a"), lambda: files.list("a")):
+        with pytest.raises(StoreError, match="store.storage_options sets endpoint$"):
+            use()
+    with pytest.raises(StoreError, match="store.root is 'nosuch://bucket'"):
+        Filesystem("nosuch://bucket").check()
+
+
+def test_a_missing_bucket_is_refused_and_not_made(server: Server) -> None:
+    files = Filesystem("s3://no-such-bucket/root", server.storage_options)
+    for use in (files.check, lambda: files.list("a"), files.check):
+        with pytest.raises(StoreError, match="store.root is 's3://no-such-bucket/root'.*bucket does not exist"):
+            use()
+
+
+def test_credentials_come_from_the_usual_environment(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", server.storage_options["key"])
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", server.storage_options["secret"])
+    files = Filesystem(f"s3://{server.bucket}/environment", {"endpoint_url": server.endpoint})
+    files.check()
+
+
+def test_a_shard_is_downloaded_once_and_a_damaged_copy_again(
+    files: Filesystem,
+    shard: Path,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    units = Units(files, "features", PRINT)
+    units.commit("u", shard, [])
+    commit, downloads, download = units.read_commit("u"), [], files.download
+
+    def count(key: str, local_path: Path) -> None:
+        downloads.append(key)
+        download(key, local_path)
+
+    monkeypatch.setattr(files, "download", count)
+    copy = units.fetch(commit, tmp_path / "cache")
+    assert units.fetch(commit, tmp_path / "cache") == copy and len(downloads) == 1
+    monkeypatch.setattr("eagle3_ray.store.commits._verified", set())  # another process finds the copy damaged
+    copy.write_bytes(bytes(commit.size))
+    assert units.fetch(commit, tmp_path / "cache").read_bytes() == shard.read_bytes() and len(downloads) == 2
+    copy.unlink()  # someone made room
+    assert units.fetch(commit, tmp_path / "cache").read_bytes() == shard.read_bytes() and len(downloads) == 3
+
+
+def test_a_large_shard_goes_up_and_comes_down_in_parts(files: Filesystem, tmp_path: Path) -> None:
+    data = bytes(range(256)) * 2**10 * 404  # 101 MiB: beyond what s3fs sends as one request
+    (tmp_path / "large").write_bytes(data)
+    files.upload(tmp_path / "large", "large")
+    assert files.size("large") == len(data)
+    files.download("large", tmp_path / "back")
+    assert (tmp_path / "back").read_bytes() == data

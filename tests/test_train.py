@@ -1,0 +1,343 @@
+"""Training: its order, its resume, its independence of the number of workers, and the stage on a real Ray."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from safetensors.torch import load_file, save_file
+
+from eagle3_ray.config import (
+    CaptureConfig,
+    ClusterConfig,
+    Config,
+    ConfigError,
+    DrafterConfig,
+    EngineConfig,
+    EvaluateConfig,
+    HardwareConfig,
+    PromptsConfig,
+    SamplingConfig,
+    StoreConfig,
+    TargetConfig,
+    TrainConfig,
+)
+from eagle3_ray.drafter.checkpoint import load
+from eagle3_ray.drafter.model import Drafter, drafter_config
+from eagle3_ray.drafter.target import TargetPieces, initialise
+from eagle3_ray.drafter.vocabulary import count_tokens, draft_vocabulary
+from eagle3_ray.store.commits import Units
+from eagle3_ray.store.filesystem import Filesystem
+from eagle3_ray.store.shards import Features, Response, target_rows, write_features, write_responses
+from eagle3_ray.train.features import WINDOW, batches, epoch_order, positions, stream
+from eagle3_ray.train.loop import Training
+from eagle3_ray.train.trainer import export_drafter, train_drafter
+
+H, V = 16, 50
+TARGET = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": H,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 8,
+    "intermediate_size": 32,
+    "vocab_size": V,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": True,
+    "eos_token_id": 1,
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """These tensors are tiny: a second thread only waits."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def settings(**changes: Any) -> TrainConfig:
+    small: dict[str, Any] = {"steps": 20, "batch_size": 4, "max_length": 64, "ttt_steps": 3, "lr": 1e-2}
+    return TrainConfig(**small | {"dtype": "float32", "use_gpu": False, "checkpoint_every": 5, "max_failures": 1} | changes)
+
+
+def pieces() -> TargetPieces:
+    generator = torch.Generator().manual_seed(3)
+    table = torch.randn(V, H, generator=generator)
+    return TargetPieces(table, table, torch.ones(H))
+
+
+def sample(number: int) -> Features:
+    """A prompt and an answer of random lengths; the last hidden state points at the next token's row of the head."""
+    generator = torch.Generator().manual_seed(number)
+    length = int(torch.randint(8, 24, (1,), generator=generator))
+    ids = torch.randint(2, 30, (length,), generator=generator, dtype=torch.int32)
+    mask = torch.arange(length) >= length // 3
+    if number % 7 == 3:
+        mask[:] = False  # nothing to train on
+    rows = target_rows(mask)
+    head = pieces().head
+    last_hidden = head[ids[rows + 1].long()] + 0.1 * torch.randn(len(rows), H, generator=generator)
+    aux = torch.randn(length, 3 * H, generator=generator)
+    aux[:, -H:] = head[ids.long()]
+    return Features(f"s{number}", ids, mask, aux, last_hidden, rows)
+
+
+def training(**changes: Any) -> Training:
+    drafter = Drafter(drafter_config(DrafterConfig(), TARGET, num_aux=3, draft_vocab_size=32), torch.arange(32))
+    initialise(drafter, pieces(), seed=0)
+    return Training(settings(**changes), drafter, pieces().head, torch.device("cpu"))
+
+
+# ---------------------------------------------------------------- order
+
+
+def test_epoch_has_each_sample_once_and_depends_on_seed_and_epoch():
+    sizes = [3, 1, 4, 2] * 5
+    every = [(shard, i) for shard, size in enumerate(sizes) for i in range(size)]
+    order = epoch_order(0, 0, sizes)
+    assert sorted(order) == every
+    assert order == epoch_order(0, 0, sizes)
+    assert order != epoch_order(0, 1, sizes) != epoch_order(1, 1, sizes)
+    first = {shard for shard, _ in order[: sum(sorted(sizes)[:WINDOW])]}
+    assert len(first) <= WINDOW  # reads stay within a window of shards
+
+
+@pytest.mark.parametrize("consumed", [0, 4, 36])
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 5])
+def test_any_number_of_workers_sees_the_same_batches(world: int, consumed: int):
+    config, sizes = settings(), [3, 1, 4, 2]
+    endless = [pair for epoch in range(8) for pair in epoch_order(config.seed, epoch, sizes)]
+    shares = [islice(positions(config, sizes, rank, world, consumed), 10) for rank in range(world)]
+    for number, batch in enumerate(zip(*shares, strict=True)):
+        start = consumed + 4 * number
+        for rank, share in enumerate(batch):
+            assert share == endless[start : start + 4][rank::world]
+
+
+def test_stream_reads_the_store_in_that_order(tmp_path: Path):
+    features = store(tmp_path, samples=30, unit=2)
+    commits = features.commits()
+    config = settings()
+    names = [[f"s{2 * shard + i}" for shard, i in share] for share in islice(positions(config, [2] * 15, 0, 1, 8), 12)]
+    read = islice(stream(config, features, commits, tmp_path / "cache", 0, 1, consumed=8), 12)
+    assert [[s.id for s in share] for share in read] == names
+
+
+def test_an_error_of_the_reader_thread_is_raised(tmp_path: Path):
+    features = store(tmp_path, samples=4, unit=2)
+    commits = features.commits()
+    Path(features.files.url(commits[1].shard)).unlink()
+    with pytest.raises(Exception, match="missing"):
+        list(islice(stream(settings(), features, commits, tmp_path / "cache", 0, 1, 0), 5))
+
+
+def test_micro_batches_hold_at_most_max_length_tokens_and_no_tail():
+    tail = sample(1)
+    tail.loss_mask[-3:] = False
+    length = len(tail.input_ids)
+    made = batches([sample(0), sample(2), tail, sample(3)], max_length=40, dtype=torch.float32)
+    assert [name for batch in made for name in batch.ids] == ["s0", "s2", "s1"]  # s3 has no response
+    assert all(len(batch.input_ids) <= 40 for batch in made)
+    assert made[-1].lengths[-1] == length - 3
+
+
+# ---------------------------------------------------------------- steps
+
+
+def run(trainer: Training, steps: int, consumed: int = 0) -> list[list[float]]:
+    losses = []
+    for share in islice(positions(trainer.config, [30], 0, 1, consumed), steps):
+        metrics, _ = trainer.step([sample(i) for _, i in share])
+        losses.append(metrics.means()["loss"])
+    return losses
+
+
+def test_training_learns():
+    losses = run(training(), 20)
+    assert sum(losses[-1]) < 0.7 * sum(losses[0])
+
+
+def test_micro_batches_change_nothing():
+    whole, cut = training(), training(max_length=24)  # every sample is shorter than 24
+    a, b = run(whole, 4), run(cut, 4)
+    torch.testing.assert_close(torch.tensor(a), torch.tensor(b), atol=1e-5, rtol=1e-5)
+
+
+def test_a_batch_without_a_valid_slot_changes_no_weight():
+    trainer = training()
+    before = {name: tensor.clone() for name, tensor in trainer.weights().items()}
+    metrics, _ = trainer.step([sample(3), sample(10)])
+    assert metrics.slots.sum() == 0
+    assert all(torch.equal(before[name], tensor) for name, tensor in trainer.weights().items())
+
+
+def test_resume_is_bit_identical(tmp_path: Path):
+    whole, first, second = training(), training(), training()
+    run(whole, 20)
+    run(first, 10)
+    save_file(first.state(), tmp_path / "state.safetensors")
+    second.restore(load_file(tmp_path / "state.safetensors"), taken=10)
+    run(second, 10, consumed=40)
+    for name, tensor in whole.state().items():
+        assert torch.equal(tensor, second.state()[name]), name
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"lr": 2e-2}, {"warmup_share": 0.5}, {"min_lr_share": 1.0}, {"weight_decay": 0.1}, {"max_grad_norm": 0.01}]
+    + [{"ttt_steps": 2}, {"steps": 8}, {"batch_size": 3}, {"max_length": 12}, {"seed": 1}, {"dtype": "bfloat16"}],
+    ids=lambda change: next(iter(change)),
+)
+def test_every_setting_changes_the_weights(change: dict[str, Any]):
+    plain, changed = training(), training(**change)
+    run(plain, 6)
+    run(changed, 6)
+    assert not torch.equal(plain.weights()["lm_head.weight"], changed.weights()["lm_head.weight"])
+
+
+def _worker(rank: int, world: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=world)
+    trainer = training()
+    for share in islice(positions(trainer.config, [30], rank, world, 0), 8):
+        metrics, _ = trainer.step([sample(i) for _, i in share])
+    save_file({**trainer.weights(), "metrics": metrics.stacked()}, f"{folder}/{rank}.safetensors")
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("world", [2, 5])  # of 5, one has an empty share
+def test_workers_train_what_one_worker_does(tmp_path: Path, world: int):
+    mp.spawn(_worker, args=(world, str(tmp_path)), nprocs=world)
+    alone = training()
+    for share in islice(positions(alone.config, [30], 0, 1, 0), 8):
+        metrics, _ = alone.step([sample(i) for _, i in share])
+    for rank in range(world):
+        weights = load_file(tmp_path / f"{rank}.safetensors")
+        torch.testing.assert_close(weights.pop("metrics"), metrics.stacked(), atol=1e-5, rtol=1e-5)
+        for name, tensor in alone.weights().items():
+            torch.testing.assert_close(weights[name], tensor, atol=1e-5, rtol=0, msg=name)
+
+
+def store(root: Path, samples: int, unit: int) -> Units:
+    """A store of random features, and of the responses they belong to."""
+    files = Filesystem(str(root / "store"))
+    features, responses = Units(files, "features", "ff"), Units(files, "responses", "rr")
+    for first in range(0, samples, unit):
+        group = [sample(number) for number in range(first, first + unit)]
+        path = root / "shard"
+        write_features(path, group, "ff")
+        features.commit(f"u{first:04}", path, [{"id": s.id} for s in group])
+        write_responses(path, [Response(s.id, s.input_ids, s.loss_mask, ["stop"]) for s in group], "rr")
+        responses.commit(f"u{first:04}", path, [{"id": s.id} for s in group])
+    return features
+
+
+# ---------------------------------------------------------------- the stage, on a real Ray
+
+
+@pytest.fixture(scope="module")
+def ray_up() -> Iterator[None]:
+    ray = pytest.importorskip("ray")
+    ray.init(num_cpus=2, include_dashboard=False)
+    yield
+    ray.shutdown()
+
+
+def stage(root: Path, **changes: Any) -> tuple[Config, Units]:
+    """A target's folder, a store, and the configuration of a drafter's training."""
+    target = root / "target"
+    target.mkdir()
+    (target / "config.json").write_text(json.dumps(TARGET))
+    made = pieces()
+    save_file({"model.embed_tokens.weight": made.embedding, "model.norm.weight": made.norm}, target / "model.safetensors")
+    config = Config(
+        run="r",
+        target=TargetConfig("tiny", str(target)),
+        prompts=PromptsConfig(source="none"),
+        sampling=SamplingConfig(),
+        capture=CaptureConfig(),
+        engine=EngineConfig(),
+        hardware=HardwareConfig(),
+        store=StoreConfig(root=str(root / "store")),
+        drafter=DrafterConfig(draft_vocab_size=32),
+        train=settings(**changes),
+        evaluate=EvaluateConfig(source="none"),
+        cluster=ClusterConfig(),
+    )
+    return config, store(root, samples=30, unit=3)
+
+
+DESCRIPTION = {"responses": "rr", "boundaries": [2, 4, 6]}
+
+
+def kill_worker_after(path: Path, killed: list[int]) -> None:
+    """SIGKILL the training worker as soon as `path` exists."""
+    while not path.exists():
+        time.sleep(0.05)
+    for process in psutil.process_iter(["cmdline"]):
+        if "ray::" in "".join(process.info["cmdline"] or []) and "TrainWorker" in "".join(process.info["cmdline"]):
+            process.kill()
+            killed.append(process.pid)
+
+
+def test_a_killed_worker_goes_on_and_the_result_is_the_same(tmp_path: Path, ray_up: None):
+    config, features = stage(tmp_path, steps=60, checkpoint_every=15)
+    killed: list[int] = []
+    state = Path(features.files.url("drafters/d/state"))
+    thread = threading.Thread(target=kill_worker_after, args=(state / "00000030.safetensors", killed), daemon=True)
+    thread.start()
+    summary = train_drafter(config, features, DESCRIPTION, "drafters/d")
+    assert killed
+    assert (summary["steps"], summary["consumed"], summary["units"], summary["samples"]) == (60, 240, 10, 30)
+    assert summary["draft_vocab_size"] == 32
+    assert 0.9 < summary["coverage"] <= 1
+    assert sorted(path.name for path in state.iterdir()) == ["00000045.safetensors", "00000060.safetensors"]
+    assert list(state.parent.glob("tensorboard/events*"))
+
+    counts = count_tokens((sample(i) for i in range(30)), V)  # type: ignore[misc]
+    ids = draft_vocabulary(counts, 32, always=[1])
+    drafter = Drafter(drafter_config(config.drafter, TARGET, num_aux=3, draft_vocab_size=32), ids)
+    initialise(drafter, pieces(), seed=0)
+    alone = Training(config.train, drafter, pieces().head, torch.device("cpu"))
+    for share in islice(positions(config.train, [3] * 10, 0, 1, 0), 60):
+        alone.step([sample(3 * shard + i) for shard, i in share])
+    weights = load_file(state.parent / "weights" / "model.safetensors")
+    for name, tensor in alone.weights().items():
+        assert torch.equal(weights[name], tensor), name
+
+    assert train_drafter(config, features, DESCRIPTION, "drafters/d") == summary  # finished: not trained again
+    export_drafter(config, features.files, "drafters/d", [1, 3, 5], tmp_path / "out", "float32")
+    assert torch.equal(load(tmp_path / "out").lm_head.weight, weights["lm_head.weight"])
+    assert torch.equal(load(tmp_path / "out").embed_tokens.weight, pieces().embedding)
+
+    features.files.delete("drafters/d/summary.json")
+    config.train.lr = 0.5
+    with pytest.raises(ConfigError, match="train.lr: 0.5"):
+        train_drafter(config, features, DESCRIPTION, "drafters/d")
+
+
+def test_two_workers_and_no_steps(tmp_path: Path, ray_up: None):
+    config, features = stage(tmp_path, steps=0, num_workers=2)
+    summary = train_drafter(config, features, DESCRIPTION, "drafters/zero")
+    assert (summary["steps"], summary["consumed"]) == (0, 0)
+    export_drafter(config, features.files, "drafters/zero", [1, 3, 5], tmp_path / "out", "bfloat16")
+    drafter = load(tmp_path / "out")
+    assert torch.equal(drafter.fc.weight[:, -H:], torch.eye(H))
+    config.train.steps = 10
+    summary = train_drafter(config, features, DESCRIPTION, "drafters/ten")
+    assert summary["steps"] == 10
