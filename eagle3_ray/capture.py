@@ -105,7 +105,8 @@ def fingerprint(description: dict[str, Any]) -> str:
 
 
 def response_description(config: Config, target: dict[str, Any], prompts: str) -> dict[str, Any]:
-    """All that decides a response. `prompts` is the prepared corpus's fingerprint; the engine is left out, see DESIGN."""
+    """All that decides a response; `prompts` is the prepared corpus's fingerprint. The engine is left out on purpose:
+    another version of it never repeats a generation."""
     return {"target": target, "prompts": prompts, "sampling": asdict(config.sampling)}
 
 
@@ -215,7 +216,7 @@ class _Recorder(SimpleNamespace):
 
 
 def layers_to_capture(registry: Any, config: Any, ids: list[int]) -> list[int]:
-    """The boundaries that the SGLang class of `config` captures for `ids`. ConfigError where it has no EAGLE-3 capture."""
+    """The boundaries that the SGLang class of `config` captures for `ids`; ConfigError where it captures none."""
     cls, architecture = registry.resolve_model_cls(list(config.architectures))
     if architecture not in config.architectures:  # SGLang falls back to another class in silence
         raise ConfigError(f"target.path: SGLang has no class of its own for {config.architectures}")

@@ -1,10 +1,10 @@
 """Public chat formats -> conversations -> token ids.
 
 A conversation keeps what was said to the model: an optional system message and the user's turns. The corpus's own
-answers, where it has any, are dropped, since the target answers every turn itself. What the engine needs is made once, with the target's
-chat template: the *segments* of ids before each answer. Segment 0 is the prompt of the first answer; segment k is what
-stands between answer k-1 and answer k, and begins with the template's end-of-turn token. Joining segments and generated
-ids (`join`) never tokenises an answer again.
+answers, where it has any, are dropped, since the target answers every turn itself. What the engine needs is made once,
+with the target's chat template: the *segments* of ids before each answer. Segment 0 is the prompt of the first answer;
+segment k is what stands between answer k-1 and answer k, and begins with the template's end-of-turn token. Joining
+segments and generated ids (`join`) never tokenises an answer again.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def _read_files(source: str, storage_options: dict[str, Any]) -> Iterator[dict[s
                 for batch in pyarrow.parquet.ParquetFile(raw).iter_batches(batch_size=1024):
                     yield from batch.to_pylist()
                 continue
-            lines = gzip.open(raw) if name.endswith(".gz") else raw
+            lines = gzip.GzipFile(fileobj=raw) if name.endswith(".gz") else raw
             for number, line in enumerate(lines, 1):  # split on b"\n" alone: texts hold other line breaks
                 if line.strip():
                     try:
@@ -92,7 +92,7 @@ def _read_dataset(name: str, split: str) -> Iterator[dict[str, Any]]:
     try:
         yield from datasets.load_dataset(name, split=split, streaming=True)
     except (FileNotFoundError, ValueError, ConnectionError) as error:
-        raise ConfigError(f"prompts.source: neither a file nor a data set that can be read: {name!r}: {error}") from None
+        raise ConfigError(f"prompts.source: neither a file nor a readable data set: {name!r}: {error}") from None
 
 
 def parse(record: Any) -> Conversation:

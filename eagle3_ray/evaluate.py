@@ -168,7 +168,8 @@ def different(some: list[dict[str, Any]], others: list[dict[str, Any]]) -> list[
     for row in some:
         mine, other = row["token_ids"], by_id.get(row["id"], [])
         if mine != other:
-            at = next((i for i, (a, b) in enumerate(zip(mine, other, strict=False)) if a != b), min(len(mine), len(other)))
+            shared = [a == b for a, b in zip(mine, other, strict=False)] + [False]
+            at = shared.index(False)
             found.append({"id": row["id"], "first_different_token": at})
     return found
 

@@ -8,6 +8,7 @@ that come back through Ray say only what was done.
 
 from __future__ import annotations
 
+import logging
 import tempfile
 import time
 from collections import Counter
@@ -115,6 +116,7 @@ def _rows(run: Run, corpus: Corpus, todo: list[str]) -> Iterator[dict[str, Any]]
     """The data set: one row a unit, in blocks of one, through the actor pool."""
     context = ray.data.DataContext.get_current()
     context.enable_progress_bars = False  # one line of our own instead
+    logging.getLogger("ray.data").setLevel(logging.WARNING)
     hardware = run.config.hardware
     dataset = ray.data.from_items([{"unit": unit} for unit in todo], override_num_blocks=len(todo)).map_batches(
         Extractor,
@@ -280,5 +282,3 @@ def _summary(run: Run, corpus: Corpus, responses: Units, features: Units) -> dic
         "bytes_stored": sum(commit.size for commit in (*answered, *captured)),
         "engine": engines[0] if engines else None,
     }
-
-

@@ -7,7 +7,7 @@ import time
 
 
 class Progress:
-    """Counts towards `total` and prints at most one line every `every_s` seconds; on a terminal the line is rewritten."""
+    """Counts towards `total`; prints at most a line every `every_s` seconds, or rewrites one line on a terminal."""
 
     def __init__(self, stage: str, total: int, unit: str, *, done: int = 0, every_s: float = 10.0) -> None:
         self.stage, self.total, self.unit = stage, total, unit

@@ -124,9 +124,9 @@ def check_values(config: Config) -> None:
         "evaluate.topk": (config.evaluate.topk, 1),
         "evaluate.num_draft_tokens": (config.evaluate.num_draft_tokens, 2),
     }
-    for name, (value, least) in at_least.items():
-        if value < least:
-            raise ConfigError(f"{name}: {value} is less than {least}")
+    for name, (number, least) in at_least.items():
+        if number < least:
+            raise ConfigError(f"{name}: {number} is less than {least}")
     if not 0 <= config.prompts.max_bad_share <= 1:
         raise ConfigError(f"prompts.max_bad_share: {config.prompts.max_bad_share} is not between 0 and 1")
     if config.evaluate.topk == 1 and config.evaluate.num_draft_tokens != config.evaluate.num_steps + 1:

@@ -9,7 +9,7 @@ from ray_jobs import stage
 def main(run: Run) -> None:
     summary = run.read_json(f"runs/{run.config.run}/summary.json")
     if summary is None:
-        raise ConfigError(f"run: {run.config.run!r} has no summary below {run.files.url('runs')}; run ray_jobs.pipeline")
+        raise ConfigError(f"run: no summary of {run.config.run!r} in {run.files.root}; run ray_jobs.pipeline first")
     report(run, summary)
     print(summary["report_path"])
 

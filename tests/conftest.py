@@ -43,13 +43,13 @@ def smollm2_tokenizer(smollm2: Path) -> Any:
 
 @pytest.fixture(scope="session")
 def tiny_llama_folder(tmp_path_factory: pytest.TempPathFactory, smollm2: Path) -> Path:
-    """A random six-layer Llama with SmolLM2's tokenizer."""
+    """A random eight-layer Llama with SmolLM2's tokenizer."""
     import shutil
 
-    from tests.tiny_targets import tiny_llama
+    from tiny_targets import tiny_llama
 
     folder = tmp_path_factory.mktemp("tiny-llama")
-    tiny_llama(folder, vocab=49152)
+    tiny_llama(folder, vocab=49152, layers=8)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         if (smollm2 / name).exists():
             shutil.copy(smollm2 / name, folder)

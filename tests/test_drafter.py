@@ -36,7 +36,8 @@ GOLDEN = Path(__file__).parent / "data" / "eagle3_ttt.safetensors"
 
 def golden() -> tuple[dict[str, Tensor], dict[str, Any]]:
     with safe_open(GOLDEN, "pt") as file:
-        return {name: file.get_tensor(name) for name in file.keys()}, json.loads(file.metadata()["config"])
+        shape = json.loads(file.metadata()["config"])
+    return load_file(GOLDEN), shape
 
 
 def golden_drafter(**settings: Any) -> Drafter:
@@ -343,13 +344,14 @@ def test_rope_of_the_exported_config_is_the_same_in_sglang(
     drafter = Drafter(config, torch.arange(50))
     positions = torch.tensor([0, 1, 17, 255, 300, 3000])
     x = torch.randn(6, 96, generator=torch.Generator().manual_seed(0))
+    rope_parameters = config.to_dict()["rope_parameters"]
     # As sglang.srt.models.llama.LlamaAttention asks for it
     rope = factory.get_rope(
         config.head_dim,
         rotary_dim=config.head_dim,
         max_position=config.max_position_embeddings,
-        base=config.rope_parameters["rope_theta"],
-        rope_scaling=config.to_dict()["rope_parameters"],
+        base=rope_parameters["rope_theta"],
+        rope_scaling=rope_parameters,
         dtype=torch.float32,
     )
     served, _ = rope.forward_native(positions, x.clone(), x.clone())
@@ -362,7 +364,9 @@ def test_rope_of_the_exported_config_is_the_same_in_sglang(
 
 def test_vocabulary_is_the_most_frequent_tokens_and_the_end_tokens():
     said = [Response("a", torch.tensor([9, 5, 5, 3], dtype=torch.int32), torch.tensor([0, 1, 1, 1]).bool(), ["stop"])]
-    said.append(Response("b", torch.tensor([7, 7, 8, 2], dtype=torch.int32), torch.tensor([1, 1, 1, 1]).bool(), ["stop"]))
+    said.append(
+        Response("b", torch.tensor([7, 7, 8, 2], dtype=torch.int32), torch.tensor([1, 1, 1, 1]).bool(), ["stop"])
+    )
     counts = count_tokens(said, vocab_size=11)
     assert counts.tolist() == [0, 0, 1, 1, 0, 2, 0, 2, 1, 0, 0]  # 9 was the prompt's
     assert draft_vocabulary(counts, 4).tolist() == [2, 3, 5, 7]  # 2, 3 and 8 tie: the lowest ids go first

@@ -72,7 +72,9 @@ def one_thread() -> Iterator[None]:
 
 def settings(**changes: Any) -> TrainConfig:
     small: dict[str, Any] = {"steps": 20, "batch_size": 4, "max_length": 64, "ttt_steps": 3, "lr": 1e-2}
-    return TrainConfig(**small | {"dtype": "float32", "use_gpu": False, "checkpoint_every": 5, "max_failures": 1} | changes)
+    return TrainConfig(
+        **small | {"dtype": "float32", "use_gpu": False, "checkpoint_every": 5, "max_failures": 1} | changes
+    )
 
 
 def pieces() -> TargetPieces:
@@ -264,7 +266,9 @@ def stage(root: Path, **changes: Any) -> tuple[Config, Units]:
     target.mkdir()
     (target / "config.json").write_text(json.dumps(TARGET))
     made = pieces()
-    save_file({"model.embed_tokens.weight": made.embedding, "model.norm.weight": made.norm}, target / "model.safetensors")
+    save_file(
+        {"model.embed_tokens.weight": made.embedding, "model.norm.weight": made.norm}, target / "model.safetensors"
+    )
     config = Config(
         run="r",
         target=TargetConfig("tiny", str(target)),
@@ -295,8 +299,8 @@ def kill_worker_after(path: Path, killed: list[int]) -> None:
             killed.append(process.pid)
 
 
-def test_a_killed_worker_goes_on_and_the_result_is_the_same(tmp_path: Path, ray_up: None):
-    config, features = stage(tmp_path, steps=60, checkpoint_every=15)
+def test_a_worker_killed_among_two_changes_nothing(tmp_path: Path, ray_up: None):
+    config, features = stage(tmp_path, steps=60, checkpoint_every=15, num_workers=2)
     killed: list[int] = []
     state = Path(features.files.url("drafters/d/state"))
     thread = threading.Thread(target=kill_worker_after, args=(state / "00000030.safetensors", killed), daemon=True)
@@ -318,7 +322,7 @@ def test_a_killed_worker_goes_on_and_the_result_is_the_same(tmp_path: Path, ray_
         alone.step([sample(3 * shard + i) for shard, i in share])
     weights = load_file(state.parent / "weights" / "model.safetensors")
     for name, tensor in alone.weights().items():
-        assert torch.equal(weights[name], tensor), name
+        torch.testing.assert_close(weights[name], tensor, atol=1e-4, rtol=0, msg=name)
 
     assert train_drafter(config, features, DESCRIPTION, "drafters/d") == summary  # finished: not trained again
     export_drafter(config, features.files, "drafters/d", [1, 3, 5], tmp_path / "out", "float32")
@@ -331,13 +335,11 @@ def test_a_killed_worker_goes_on_and_the_result_is_the_same(tmp_path: Path, ray_
         train_drafter(config, features, DESCRIPTION, "drafters/d")
 
 
-def test_two_workers_and_no_steps(tmp_path: Path, ray_up: None):
-    config, features = stage(tmp_path, steps=0, num_workers=2)
+def test_no_steps_export_the_initial_drafter(tmp_path: Path, ray_up: None):
+    config, features = stage(tmp_path, steps=0)
     summary = train_drafter(config, features, DESCRIPTION, "drafters/zero")
     assert (summary["steps"], summary["consumed"]) == (0, 0)
     export_drafter(config, features.files, "drafters/zero", [1, 3, 5], tmp_path / "out", "bfloat16")
     drafter = load(tmp_path / "out")
     assert torch.equal(drafter.fc.weight[:, -H:], torch.eye(H))
-    config.train.steps = 10
-    summary = train_drafter(config, features, DESCRIPTION, "drafters/ten")
-    assert summary["steps"] == 10
+    assert drafter.lm_head.weight.shape == (32, H)

@@ -33,9 +33,7 @@ ROPE_KEYS: dict[str, tuple[str, ...]] = {
 }
 
 
-def drafter_config(
-    settings: DrafterConfig, target: dict[str, Any], num_aux: int, draft_vocab_size: int
-) -> LlamaConfig:
+def drafter_config(settings: DrafterConfig, target: dict[str, Any], num_aux: int, draft_vocab_size: int) -> LlamaConfig:
     """The drafter's config.json, whole but for the layer ids: `target` is the target's text config."""
     if num_aux < 2:
         raise ConfigError(f"capture.boundaries: {num_aux} given; SGLang applies fc only to two or more")
@@ -49,7 +47,7 @@ def drafter_config(
         raise ConfigError(f"drafter.num_key_value_heads: {kv_heads} does not divide {heads} attention heads")
     if head_dim % 2:
         raise ConfigError(f"drafter.head_dim: {head_dim} is odd; RoPE needs an even one")
-    return LlamaConfig(
+    config: dict[str, Any] = dict(
         architectures=["LlamaForCausalLMEagle3"],
         vocab_size=int(target["vocab_size"]),
         draft_vocab_size=draft_vocab_size,
@@ -73,6 +71,7 @@ def drafter_config(
         eos_token_id=target.get("eos_token_id"),
         pad_token_id=None,
     )
+    return LlamaConfig(**config)
 
 
 def _rope(target: dict[str, Any]) -> dict[str, Any]:
@@ -101,7 +100,7 @@ class Batch:
     last_rows: Tensor  # [R] int64, ascending: the token of each row
 
     def to(self, device: torch.device) -> Batch:
-        tensors = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)}
+        tensors: dict[str, Any] = {name: t.to(device) for name, t in vars(self).items() if isinstance(t, Tensor)}
         return replace(self, **tensors)
 
     def bounds(self) -> Tensor:
@@ -143,8 +142,8 @@ class Attention(nn.Module):
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
-        self.head_dim = config.head_dim
-        query, kv = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+        self.head_dim = int(config.head_dim or 0)
+        query, kv = config.num_attention_heads * self.head_dim, int(config.num_key_value_heads or 0) * self.head_dim
         self.q_proj = nn.Linear(2 * config.hidden_size, query, bias=False)
         self.k_proj = nn.Linear(2 * config.hidden_size, kv, bias=False)
         self.v_proj = nn.Linear(2 * config.hidden_size, kv, bias=False)
@@ -207,9 +206,7 @@ class Drafter(nn.Module):
         """[Vd] int64: the target's id of each draft id."""
         return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
 
-    def forward(
-        self, batch: Batch, slots: list[Tensor], attention: Callable[..., Tensor] = attend
-    ) -> list[Tensor]:
+    def forward(self, batch: Batch, slots: list[Tensor], attention: Callable[..., Tensor] = attend) -> list[Tensor]:
         """The normed output [n_k, H], ready for `lm_head`, at `slots[k]` [n_k] of every step k.
 
         A step's slots are ascending and among those of the step before.

@@ -96,7 +96,8 @@ def answer(
     return Answered(ids, mask, [response.finish_reason for response in responses], responses)
 
 
-Item, Result = TypeVar("Item"), TypeVar("Result")
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 
 def each(function: Callable[[Item], Result], items: Sequence[Item], threads: int) -> list[Result | RequestError]:

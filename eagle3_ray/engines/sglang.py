@@ -7,6 +7,7 @@ travel on it: the scheduler writes them to shared memory (sglang_plugin.py) and 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import shutil
@@ -30,7 +31,8 @@ from eagle3_ray.config import Config, HardwareConfig, SamplingConfig
 from eagle3_ray.engines.base import Captured, EngineError, RequestError, Response, TargetEngine
 from eagle3_ray.engines.sglang_plugin import FOLDER_VARIABLE
 
-ENTRY_POINT = "[sglang.srt.plugins]\neagle3_ray = eagle3_ray.engines.sglang_plugin:load\n"
+PLUGIN = "eagle3_ray"
+ENTRY_POINT = f"[sglang.srt.plugins]\n{PLUGIN} = eagle3_ray.engines.sglang_plugin:load\n"
 LOG_TAIL_LINES, LOG_LINE_WIDTH = 40, 400
 
 
@@ -95,9 +97,10 @@ class SGLangEngine(TargetEngine):
             state, answer = "failed", str(error) or "the engine's process ended"
         if state != "ready":
             message = f"the engine did not start: {answer}\n{self._log_tail()}"
-            self.close()
+            self.close(grace_s=0.0)
             raise EngineError(message)
         self.info = answer | {"child_pid": self.process.pid}
+        self._schedulers = [psutil.Process(pid) for pid in self.info["scheduler_pids"]]
         self._heard = time.monotonic()
         self._listener = threading.Thread(target=self._listen, name="sglang-answers", daemon=True)
         self._listener.start()
@@ -143,11 +146,11 @@ class SGLangEngine(TargetEngine):
         split = len(self.spec.boundaries) * self.spec.hidden_size
         return Captured(aux=rows[:, :split], last_hidden=rows[:, split:])  # [T, A*H], [T, H]
 
-    def close(self) -> None:
+    def close(self, grace_s: float = 20.0) -> None:
         """End the engine's processes, the child first; then its files."""
         self._closing = True
         self.connection.close()  # the child sees the end of the pipe and shuts its engine down
-        kill_tree(self.process, grace_s=20.0)
+        kill_tree(self.process, grace_s)
         shutil.rmtree(self.capture_dir, ignore_errors=True)
         shutil.rmtree(self.scratch, ignore_errors=True)
 
@@ -192,13 +195,9 @@ class SGLangEngine(TargetEngine):
 
     def _watch(self) -> str | None:
         """Why the engine counts as dead, if it does. SGLang says nothing when a scheduler is killed from outside."""
-        for pid in self.info["scheduler_pids"]:
-            try:
-                gone = psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-            except psutil.NoSuchProcess:
-                gone = True
-            if gone:
-                return f"scheduler {pid} died"
+        for scheduler in self._schedulers:
+            if not is_alive(scheduler):
+                return f"scheduler {scheduler.pid} died"
         if self._pending and time.monotonic() - self._heard > self.stall_timeout_s:
             return f"no answer for hardware.stall_timeout_s={self.stall_timeout_s}"
         return None
@@ -238,7 +237,7 @@ def engine_environment(hardware: HardwareConfig, scratch: Path, capture_dir: Pat
     paths = [str(package), str(scratch), environment.get("PYTHONPATH", "")]
     environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
     if environment.get("SGLANG_PLUGINS"):
-        environment["SGLANG_PLUGINS"] += ",eagle3_ray"
+        environment["SGLANG_PLUGINS"] += f",{PLUGIN}"
     if capture_dir:
         environment[FOLDER_VARIABLE] = str(capture_dir)
     if hardware.device == "cpu":
@@ -273,11 +272,19 @@ def kill_tree(process: subprocess.Popen[bytes], grace_s: float) -> None:
         process.kill()
         process.wait()
     for relative in family:
-        try:
+        with contextlib.suppress(psutil.NoSuchProcess):
             relative.kill()
-        except psutil.NoSuchProcess:
-            continue
-    psutil.wait_procs(family, timeout=10)
+    deadline = time.monotonic() + 10.0
+    while any(is_alive(relative) for relative in family) and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
+def is_alive(process: psutil.Process) -> bool:
+    """Whether it still runs; one that is dead but not yet reaped by its parent does not."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def context_length(config: Config, folder: Path) -> int:

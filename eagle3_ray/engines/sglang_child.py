@@ -1,4 +1,4 @@
-"""The process that owns one `sglang.Engine`: `python -m eagle3_ray.engines.sglang_child FD`, started by engines/sglang.py.
+"""The process that owns one `sglang.Engine`: `python -m eagle3_ray.engines.sglang_child FD`, run by engines/sglang.py.
 
 Requests come over a pipe and are all handed to SGLang at once, on the engine's own event loop; SGLang batches them.
 Answers go back in the order they finish. The pipe's end (the actor died) ends this process and its schedulers.

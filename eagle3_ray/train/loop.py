@@ -54,11 +54,11 @@ class Training:
             loss.backward()
             metrics += sums
         norm = self._update()
-        sums = metrics.stacked()  # [5, K]
+        stacked = metrics.stacked()  # [5, K]
         tokens = torch.tensor(sum(len(batch.input_ids) for batch, _ in prepared), device=self.device)
-        _sum(sums)
+        _sum(stacked)
         _sum(tokens)
-        return Metrics(*sums), {"lr": self._rate(self.taken - 1), "grad_norm": norm, "tokens": tokens.item()}
+        return Metrics(*stacked), {"lr": self._rate(self.taken - 1), "grad_norm": norm, "tokens": tokens.item()}
 
     def _greedy(self, batch: Batch) -> Tensor:
         """The target's greedy token of each target row: [R]. By sample, so that no batch's shape can change it."""

@@ -88,7 +88,7 @@ def train_drafter(config: Config, features: Units, description: dict[str, Any], 
 def export_drafter(
     config: Config, files: Filesystem, prefix: str, layer_ids: list[int], folder: Path, dtype: str
 ) -> None:
-    """Write the trained drafter to a local folder as SGLang loads it; `layer_ids` are its boundaries in SGLang's words."""
+    """Write the trained drafter to a local folder as SGLang loads it; `layer_ids` name its boundaries, in order."""
     with tempfile.TemporaryDirectory() as temporary:
         local = Path(temporary, "model.safetensors")
         files.download(f"{prefix}/weights/model.safetensors", local)
@@ -259,7 +259,7 @@ def _resume(files: Filesystem, folder: str, training: Training) -> int:
         files.download(found[-1], local)
         with safe_open(local, "pt") as file:
             progress = file.metadata()
-            training.restore({name: file.get_tensor(name) for name in file.keys()}, int(progress["step"]))
+        training.restore(load_file(local), int(progress["step"]))
     return int(progress["consumed"])
 
 

@@ -1,0 +1,82 @@
+"""What cannot work is refused with exit code 2, a message that names the setting, and no engine started."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+
+def command(stage: str, *overrides: str, home: Path, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "EAGLE3_RAY_HOME": str(home), "PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        [sys.executable, "-m", f"ray_jobs.{stage}", *overrides],
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+        env=environment,
+    )
+
+
+FAULTS = [
+    ("no.such.setting=1", "no.such.setting"),
+    ("train.no_such=1", "no_such"),
+    ("target=no_such", "no_such"),
+    ("train.steps=many", "steps"),
+    ("prompts.source=missing.jsonl", "prompts.source"),
+    ("evaluate.source=missing.jsonl", "evaluate.source"),
+    ("prompts.source={empty}", "prompts.source"),
+    ("capture.boundaries=[2,15,30]", "capture.boundaries"),
+    ("capture.boundaries=[15,2]", "capture.boundaries"),
+    ("drafter.draft_vocab_size=49153", "drafter.draft_vocab_size"),
+    ("store.root={file}/below", "store.root"),
+    ("store.root=relative", "store.root"),
+    ("target.path=/no/such/folder", "target.path"),
+    ("engine.name=other", "engine.name"),
+    ("engine.dtype=float8", "engine.dtype"),
+    ("evaluate.num_draft_tokens=5", "evaluate.num_draft_tokens"),
+    ("train.batch_size=0", "train.batch_size"),
+]
+
+
+@pytest.mark.parametrize(("override", "named"), FAULTS, ids=[override for override, _ in FAULTS])
+def test_a_fault_is_refused_before_any_engine_starts(smollm2: Path, tmp_path: Path, override: str, named: str) -> None:
+    (tmp_path / "empty.jsonl").write_text("")
+    (tmp_path / "file").write_text("")
+    override = override.format(empty=tmp_path / "empty.jsonl", file=tmp_path / "file")
+    ended = command("pipeline", override, home=tmp_path / "home")
+    assert ended.returncode == 2, ended.stdout + ended.stderr
+    assert named in ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert "Ray" not in ended.stdout  # no cluster either
+
+
+def test_the_resolved_configuration_can_be_printed(tmp_path: Path) -> None:
+    ended = command("pipeline", "--cfg", "job", "--resolve", "train.steps=7", home=tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    assert "steps: 7" in ended.stdout
+
+
+def test_prepare_runs_from_any_folder_and_writes_only_below_the_store(smollm2: Path, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    ended = command("prepare", home=tmp_path / "home", cwd=tmp_path / "elsewhere")
+    assert ended.returncode == 0, ended.stderr
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+    assert [path.name for path in (tmp_path / "home").iterdir()] == ["prompts"]
+    again = command("prepare", home=tmp_path / "home", cwd=tmp_path / "elsewhere")
+    assert again.stdout == ended.stdout
+
+
+def test_too_many_bad_records_stop_the_job(smollm2: Path, tmp_path: Path) -> None:
+    (tmp_path / "p.jsonl").write_text('{"prompt": "a"}\n{"prompt": ""}\n')
+    ended = command("prepare", f"prompts.source={tmp_path}/p.jsonl", home=tmp_path / "home")
+    assert ended.returncode == 2
+    assert "prompts.max_bad_share=0.05" in ended.stderr
+    assert "1 of 2 records" in ended.stderr
+    kept = command("prepare", f"prompts.source={tmp_path}/p.jsonl", "prompts.max_bad_share=0.5", home=tmp_path / "home")
+    assert kept.returncode == 0
+    assert "1 prompts, 1 bad records" in kept.stdout

@@ -1,0 +1,162 @@
+"""Real SGLang on a real target: what it captures is what Transformers computes."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from conftest import compose
+
+from eagle3_ray.config import SamplingConfig
+from eagle3_ray.engines import start_engine
+from eagle3_ray.engines.base import EngineError, RequestError, answer, each
+from eagle3_ray.engines.sglang import SGLangEngine, is_alive
+from eagle3_ray.engines.sglang_plugin import HOOKS
+from eagle3_ray.engines.transformers import TransformersEngine
+from eagle3_ray.run import Run, open_run
+
+pytestmark = pytest.mark.engine
+TOLERANCE = 1e-4  # of the largest value of a state, in fp32
+GREEDY = SamplingConfig(max_new_tokens=24)
+
+
+def reference(run: Run) -> TransformersEngine:
+    config = dataclasses.replace(run.config, engine=dataclasses.replace(run.config.engine, name="transformers"))
+    config.engine.version = None
+    return TransformersEngine(config, run.folder, run.spec)
+
+
+def assert_same_states(captured, expected, boundaries: int) -> None:
+    """Every row of every boundary, and the last hidden state, within TOLERANCE of that state's scale."""
+    assert captured.aux.shape == expected.aux.shape
+    assert captured.last_hidden.shape == expected.last_hidden.shape
+    states = zip(captured.aux.chunk(boundaries, -1), expected.aux.chunk(boundaries, -1), strict=True)
+    for got, wanted in [*states, (captured.last_hidden, expected.last_hidden)]:
+        assert torch.isfinite(got).all()
+        assert (got - wanted).abs().max() <= TOLERANCE * wanted.abs().max()
+
+
+@pytest.fixture(scope="module")
+def prompts(smollm2_tokenizer) -> list[list[int]]:
+    texts = ["Why is the sky blue?", "Count to five.", "Hi", "Write a long poem about the sea. " * 40]
+    render = smollm2_tokenizer.apply_chat_template
+    chats = [render([{"role": "user", "content": t}], tokenize=False, add_generation_prompt=True) for t in texts]
+    return [smollm2_tokenizer(chat, add_special_tokens=False)["input_ids"] for chat in chats] + [[7]]
+
+
+@pytest.fixture(scope="module")
+def smollm2_reference(smollm2, tmp_path_factory) -> TransformersEngine:
+    store = tmp_path_factory.mktemp("store")
+    return reference(open_run(compose(f"target.path={smollm2}", f"store.root={store}")))
+
+
+def test_the_engine_says_what_it_is(smollm2_engine: SGLangEngine) -> None:
+    info = smollm2_engine.info
+    assert info["engine"] == "sglang.srt.entrypoints.engine.Engine"
+    assert info["version"] == "0.5.23"
+    assert info["layer_ids"] == [1, 14, 26]  # boundaries 2, 15, 27 in Llama's own words
+    (pid,) = info["scheduler_pids"]
+    assert "scheduler" in "".join(psutil.Process(pid).cmdline())
+    assert info["hooked"] == {str(pid): list(HOOKS)}
+
+
+def test_captured_states_equal_transformers(smollm2_engine, smollm2_reference, prompts) -> None:
+    together = each(lambda ids: smollm2_engine.capture([ids])[0], prompts, 8)  # one batch, several requests
+    for ids, captured in zip(prompts, together, strict=True):
+        assert len(captured.aux) == len(ids)
+        assert_same_states(captured, smollm2_reference.capture([ids])[0], 3)
+
+
+def test_a_prompt_captured_behind_its_own_answer_has_every_row(smollm2_engine, smollm2_reference, prompts) -> None:
+    ids = list(prompts[0])
+    (first,) = smollm2_engine.generate([ids], GREEDY)
+    whole = ids + first.token_ids  # all of it in the prefix cache by now
+    for _ in range(2):
+        (captured,) = smollm2_engine.capture([whole])
+        assert_same_states(captured, smollm2_reference.capture([whole])[0], 3)
+    (again,) = smollm2_engine.generate([ids], GREEDY)
+    assert again == first  # capturing in between changed no answer
+
+
+def test_generated_ids_are_the_model_own_with_the_end_token(smollm2_engine, smollm2_reference, prompts) -> None:
+    long = dataclasses.replace(GREEDY, max_new_tokens=48)
+    answers = smollm2_engine.generate(prompts[1:3], long)
+    assert answers == smollm2_reference.generate(prompts[1:3], long)
+    assert any(response.finish_reason == "stop" and response.token_ids[-1] == 2 for response in answers)
+
+
+def test_sampling_is_obeyed(smollm2_engine, prompts) -> None:
+    hot = SamplingConfig(max_new_tokens=16, temperature=2.0)
+    drawn = [smollm2_engine.generate([prompts[0]], hot)[0].token_ids for _ in range(3)]
+    assert len({tuple(ids) for ids in drawn}) > 1
+    only_best = dataclasses.replace(hot, top_k=1)
+    assert smollm2_engine.generate([prompts[0]], only_best) == smollm2_engine.generate(
+        [prompts[0]], dataclasses.replace(GREEDY, max_new_tokens=16)
+    )
+
+
+def test_turns_are_answered_on_the_answers_before_them(smollm2_engine, prompts, smollm2_tokenizer) -> None:
+    tail = smollm2_tokenizer("<|im_end|>\n<|im_start|>user\nAnd why?<|im_end|>\n<|im_start|>assistant\n")["input_ids"]
+    answered = answer(smollm2_engine, [prompts[1], tail], GREEDY, 2048)
+    first, second = (response.token_ids for response in answered.responses)
+    ended = first[-1] == tail[0]
+    between = tail[1:] if ended else tail
+    assert answered.token_ids == prompts[1] + first + between + second
+    marked = [t for t, said in zip(answered.token_ids, answered.loss_mask, strict=True) if said]
+    assert marked == first + second
+    assert smollm2_engine.generate([prompts[1] + first + between], GREEDY)[0].token_ids == second
+
+
+def test_an_over_long_prompt_is_refused_alone(smollm2_engine, prompts) -> None:
+    too_long = [5] * 9000
+    results = each(lambda ids: smollm2_engine.generate([ids], GREEDY)[0], [prompts[0], too_long, prompts[1]], 3)
+    assert isinstance(results[1], RequestError)
+    assert [len(results[i].token_ids) > 0 for i in (0, 2)] == [True, True]
+    with pytest.raises(RequestError, match="exceed the context"):
+        answer(smollm2_engine, [too_long], GREEDY, 8192)
+
+
+def test_nothing_waits_in_shared_memory_after_a_capture(smollm2_engine, prompts) -> None:
+    smollm2_engine.capture(prompts)
+    assert list(smollm2_engine.capture_dir.glob("*.rows")) == []
+
+
+def test_without_the_plugin_no_engine_is_ready(tiny_llama_folder, tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("SGLANG_PLUGINS", "another")
+    monkeypatch.setattr("eagle3_ray.engines.sglang.PLUGIN", "misspelt")
+    run = open_run(compose(f"target.path={tiny_llama_folder}", f"store.root={tmp_path}"))
+    with pytest.raises(EngineError, match="the capture plugin did not hook sglang.srt.layers.logits_processor"):
+        start_engine(run.config, run.folder, run.spec)
+
+
+def test_another_version_than_the_configured_one_is_refused(tiny_llama_folder, tmp_path) -> None:
+    run = open_run(compose(f"target.path={tiny_llama_folder}", f"store.root={tmp_path}", "engine.version=0.5.22"))
+    with pytest.raises(EngineError, match="engine.version is 0.5.22, this node has sglang 0.5.23"):
+        start_engine(run.config, run.folder, run.spec)
+
+
+def test_a_tiny_llama_and_the_death_of_its_scheduler(tiny_llama_folder: Path, tmp_path: Path) -> None:
+    """SGLang says nothing when its scheduler is killed from outside: calls must fail all the same, and soon."""
+    run = open_run(compose(f"target.path={tiny_llama_folder}", f"store.root={tmp_path}", "capture.boundaries=[1,3,5]"))
+    wanted = reference(run)
+    sequences = [list(range(3, 3 + n)) for n in (1, 16, 100)]
+    engine = start_engine(run.config, run.folder, run.spec)
+    processes = [psutil.Process(pid) for pid in [*engine.info["scheduler_pids"], engine.info["child_pid"]]]
+    try:
+        assert engine.info["layer_ids"] == [0, 2, 4]
+        for ids in sequences:
+            (captured,) = engine.capture([ids])
+            assert_same_states(captured, wanted.capture([ids])[0], 3)
+        os.kill(processes[0].pid, 9)
+        with pytest.raises(EngineError, match="the engine failed: (scheduler|the engine's process)"):
+            engine.capture([sequences[-1]])
+        with pytest.raises(EngineError):
+            engine.generate([sequences[-1]], GREEDY)
+    finally:
+        engine.close()
+    assert not any(is_alive(process) for process in processes)
+    assert not engine.capture_dir.exists()
