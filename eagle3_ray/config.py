@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 DTYPES = ("float32", "bfloat16")
+ENGINES = ("sglang", "transformers")
 
 
 class ConfigError(ValueError):

@@ -43,10 +43,11 @@ def read_records(prompts: PromptsConfig, storage_options: dict[str, Any] | None 
     """Yield the corpus's raw records, at most `prompts.limit`.
 
     `prompts.source` is a JSONL (optionally gzipped) or Parquet file or glob, local or on any fsspec URL, or else a
-    name that `datasets.load_dataset` takes. Raises ConfigError when there is nothing to read.
+    name or folder that `datasets.load_dataset` takes. Raises ConfigError when there is nothing to read.
     """
     source, count = prompts.source, 0
-    if source.startswith(("~", "/", ".")) or source.endswith((".jsonl", ".jsonl.gz", ".parquet")) or "://" in source:
+    file = source.startswith(("~", "/", ".")) or source.endswith((".jsonl", ".jsonl.gz", ".parquet")) or "://" in source
+    if file and not os.path.isdir(os.path.expanduser(source)):
         records = _read_files(source, storage_options or {})
     else:
         records = _read_dataset(source, prompts.split)
@@ -90,7 +91,7 @@ def _read_dataset(name: str, split: str) -> Iterator[dict[str, Any]]:
     import datasets
 
     try:
-        yield from datasets.load_dataset(name, split=split, streaming=True)
+        yield from datasets.load_dataset(os.path.expanduser(name), split=split, streaming=True)
     except (FileNotFoundError, ValueError, ConnectionError) as error:
         raise ConfigError(f"prompts.source: neither a file nor a readable data set: {name!r}: {error}") from None
 

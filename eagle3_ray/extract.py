@@ -201,6 +201,7 @@ class Extractor:
                 seed=seed,
             )
 
+        prompts.sort(key=lambda prompt: -len(prompt.segments))  # turns come one by one: the longest start first
         results = each(respond, prompts, self.run.config.hardware.max_inflight)
         good = [result for result in results if isinstance(result, Response)]
         samples = [

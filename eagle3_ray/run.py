@@ -19,8 +19,7 @@ from eagle3_ray.capture import (
     target_folder,
     text_config,
 )
-from eagle3_ray.config import DTYPES, PLACEMENT, Config, ConfigError
-from eagle3_ray.engines import ENGINES
+from eagle3_ray.config import DTYPES, ENGINES, PLACEMENT, Config, ConfigError
 from eagle3_ray.store.commits import Units
 from eagle3_ray.store.filesystem import Filesystem, StoreError
 

@@ -66,6 +66,18 @@ def test_files_are_read_whatever_their_form(tmp_path) -> None:
     assert len(list(read_records(PromptsConfig(source=f"file://{tmp_path}/a.jsonl", limit=2)))) == 2
 
 
+def test_a_data_set_is_read_by_its_split(tmp_path, monkeypatch) -> None:
+    for split, texts in (("train", ["a", "b"]), ("test", ["c"])):
+        pq.write_table(pa.Table.from_pylist([{"prompt": text} for text in texts]), tmp_path / f"{split}.parquet")
+    for split, texts in (("train", ["a", "b"]), ("test", ["c"])):
+        records = list(read_records(PromptsConfig(source=str(tmp_path), split=split)))
+        assert [record["prompt"] for record in records] == texts
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    with pytest.raises(ConfigError, match="prompts.source"):
+        list(read_records(PromptsConfig(source="no-such/data-set")))
+
+
 def test_a_line_that_is_not_json_is_one_bad_record(tmp_path) -> None:
     (tmp_path / "a.jsonl").write_text('{"prompt": "a"}\n{broken\n{"prompt": "b"}\n')
     good, bad, last = read_records(PromptsConfig(source=str(tmp_path / "a.jsonl")))

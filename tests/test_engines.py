@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import subprocess
 from pathlib import Path
 
 import psutil
@@ -14,7 +15,7 @@ from conftest import compose
 from eagle3_ray.config import SamplingConfig
 from eagle3_ray.engines import start_engine
 from eagle3_ray.engines.base import EngineError, RequestError, answer, each
-from eagle3_ray.engines.sglang import SGLangEngine, is_alive
+from eagle3_ray.engines.sglang import SGLangEngine, is_alive, own_folder
 from eagle3_ray.engines.sglang_plugin import HOOKS
 from eagle3_ray.engines.transformers import TransformersEngine
 from eagle3_ray.run import Run, open_run
@@ -160,3 +161,14 @@ def test_a_tiny_llama_and_the_death_of_its_scheduler(tiny_llama_folder: Path, tm
         engine.close()
     assert not any(is_alive(process) for process in processes)
     assert not engine.capture_dir.exists()
+
+
+def test_folders_of_dead_processes_are_removed(tmp_path: Path) -> None:
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    dead, alive = tmp_path / f"eagle3-ray-engine-{ended.pid}-x", tmp_path / f"eagle3-ray-engine-{os.getppid()}-x"
+    other = tmp_path / "eagle3-ray-engine-notes"
+    for folder in (dead, alive, other):
+        folder.mkdir()
+    mine = own_folder(tmp_path)
+    assert sorted(tmp_path.iterdir()) == sorted([alive, other, mine])

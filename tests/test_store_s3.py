@@ -28,6 +28,8 @@ from test_store import (  # noqa: F401
     test_of_many_attempts_at_a_unit_one_is_kept_and_the_others_leave_nothing,
 )
 
+from eagle3_ray.config import ConfigError, PromptsConfig
+from eagle3_ray.conversations import read_records
 from eagle3_ray.store.commits import Units
 from eagle3_ray.store.filesystem import Filesystem, StoreError
 
@@ -129,3 +131,13 @@ def test_a_large_shard_goes_up_and_comes_down_in_parts(files: Filesystem, tmp_pa
     assert files.size("large") == len(data)
     files.download("large", tmp_path / "back")
     assert (tmp_path / "back").read_bytes() == data
+
+
+def test_prompts_are_read_from_a_bucket(server: Server, files: Filesystem) -> None:
+    for i in range(2):
+        files.write(f"prompts/{i}.jsonl", b'{"prompt": "%d"}\n' % i)
+    for name, found in (("0.jsonl", ["0"]), ("*.jsonl", ["0", "1"])):
+        records = read_records(PromptsConfig(source=files.url(f"prompts/{name}")), server.storage_options)
+        assert [record["prompt"] for record in records] == found
+    with pytest.raises(ConfigError, match="prompts.source: no file"):
+        list(read_records(PromptsConfig(source=files.url("prompts/no.jsonl")), server.storage_options))

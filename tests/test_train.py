@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 import time
@@ -212,6 +213,16 @@ def test_every_setting_changes_the_weights(change: dict[str, Any]):
     assert not torch.equal(plain.weights()["lm_head.weight"], changed.weights()["lm_head.weight"])
 
 
+def test_accept_length_of_an_untrained_and_a_trained_drafter():
+    samples = [sample(i) for i in range(30)]
+    trainer = training(steps=60)
+    before = trainer.accept_length(samples, num_steps=3)
+    run(trainer, 60)
+    after = trainer.accept_length(samples, num_steps=3)
+    assert after["completion_tokens"] == before["completion_tokens"] == sum(int(s.loss_mask.sum()) for s in samples)
+    assert 1 <= before["accept_length"] < after["accept_length"] <= 4
+
+
 def _worker(rank: int, world: int, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=world)
@@ -290,13 +301,15 @@ DESCRIPTION = {"responses": "rr", "boundaries": [2, 4, 6]}
 
 
 def kill_worker_after(path: Path, killed: list[int]) -> None:
-    """SIGKILL the training worker as soon as `path` exists."""
+    """SIGKILL one training worker of this process's own Ray as soon as `path` exists; no other Ray's is looked at."""
     while not path.exists():
         time.sleep(0.05)
-    for process in psutil.process_iter(["cmdline"]):
-        if "ray::" in "".join(process.info["cmdline"] or []) and "TrainWorker" in "".join(process.info["cmdline"]):
-            process.kill()
-            killed.append(process.pid)
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if "RayTrainWorker" in "".join(process.cmdline()):
+                process.kill()
+                killed.append(process.pid)
+                return
 
 
 def test_a_worker_killed_among_two_changes_nothing(tmp_path: Path, ray_up: None):
@@ -306,7 +319,7 @@ def test_a_worker_killed_among_two_changes_nothing(tmp_path: Path, ray_up: None)
     thread = threading.Thread(target=kill_worker_after, args=(state / "00000030.safetensors", killed), daemon=True)
     thread.start()
     summary = train_drafter(config, features, DESCRIPTION, "drafters/d")
-    assert killed
+    assert len(killed) == 1
     assert (summary["steps"], summary["consumed"], summary["units"], summary["samples"]) == (60, 240, 10, 30)
     assert summary["draft_vocab_size"] == 32
     assert 0.9 < summary["coverage"] <= 1

@@ -114,7 +114,7 @@ def ttt_loss(
     for step, (here, mask) in enumerate(zip(goal.slots, taught, strict=True)):
         hit = torch.zeros_like(mask)  # [n_k]
         hit[mask] = greedy.split(sizes)[step] == goal.draft[goal.rows[step]][mask]
-        alive[here] = hit
+        alive[here] &= hit
         prefix[here] += alive[here]
         metrics.loss[step] = each.split(sizes)[step].sum(dtype=torch.float64)
         metrics.count[step], metrics.slots[step] = mask.sum(), len(here)

@@ -5,10 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from eagle3_ray.capture import CaptureSpec
-from eagle3_ray.config import Config, ConfigError
+from eagle3_ray.config import ENGINES, Config, ConfigError
 from eagle3_ray.engines.base import TargetEngine
-
-ENGINES = ("sglang", "transformers")
 
 
 def start_engine(config: Config, folder: Path, spec: CaptureSpec) -> TargetEngine:

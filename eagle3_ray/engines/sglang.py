@@ -44,8 +44,8 @@ class SGLangEngine(TargetEngine):
     ) -> None:
         self.spec, self.stall_timeout_s = spec, config.hardware.stall_timeout_s
         self.dtype = getattr(torch, config.engine.dtype)
-        self.scratch = Path(tempfile.mkdtemp(prefix="eagle3-ray-"))
-        self.capture_dir = Path(tempfile.mkdtemp(prefix="eagle3-ray-", dir=config.hardware.capture_dir))
+        self.scratch = own_folder(Path(tempfile.gettempdir()))
+        self.capture_dir = own_folder(Path(config.hardware.capture_dir))
         self.log = self.scratch / "engine.log"
         self._numbers, self._sending, self._closing = itertools.count(), threading.Lock(), False
         self._pending: dict[int, Future[Any]] = {}
@@ -258,6 +258,15 @@ def ask_layer_ids(config: Config, folder: Path, boundaries: Sequence[int]) -> li
     if asked.returncode:
         raise EngineError(f"SGLang could not be asked for layer ids: {asked.stderr.strip()[-2000:]}")
     return [int(word) for word in asked.stdout.split()[-len(boundaries) :]]
+
+
+def own_folder(parent: Path) -> Path:
+    """A new folder named after this process; those of processes that died without cleaning up are removed."""
+    for folder in parent.glob("eagle3-ray-engine-*"):
+        owner = folder.name.split("-")[3]
+        if owner.isdecimal() and not psutil.pid_exists(int(owner)):
+            shutil.rmtree(folder, ignore_errors=True)
+    return Path(tempfile.mkdtemp(prefix=f"eagle3-ray-engine-{os.getpid()}-", dir=parent))
 
 
 def kill_tree(process: subprocess.Popen[bytes], grace_s: float) -> None:

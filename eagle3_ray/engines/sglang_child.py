@@ -32,6 +32,7 @@ def main(connection: Connection) -> None:
     finally:  # also when the actor is gone: nobody else would clean up
         engine.shutdown()
         shutil.rmtree(setup["capture_dir"], ignore_errors=True)
+        shutil.rmtree(setup["scratch"], ignore_errors=True)
 
 
 def start(setup: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

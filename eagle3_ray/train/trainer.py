@@ -15,6 +15,7 @@ with the same samples. Checkpoints are not handed to Ray: one reported just befo
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 import time
 from collections import deque
@@ -152,6 +153,7 @@ def _run(task: Task) -> None:
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer
 
+    os.environ["RAY_TRAIN_ENABLE_PRINT_PATCH"] = "0"  # it logs each print once more; Ray hands it to the workers
     train = task.config.train
     TorchTrainer(
         _work,

@@ -1,0 +1,165 @@
+"""The whole line through a real `ray job submit`, against a head that `ray start` made."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+from eagle3_ray.drafter.checkpoint import load
+
+pytestmark = pytest.mark.engine
+RAY = str(Path(sys.executable).parent / "ray")
+SMALL = [
+    "prompts.limit=9",
+    "prompts.unit_size=4",
+    "sampling.max_new_tokens=12",
+    "evaluate.limit=6",
+    "evaluate.max_new_tokens=16",
+    "capture.boundaries=[2,15,27]",
+    "train.steps=0",
+    "run=job",
+]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def submit(tmp_path_factory: pytest.TempPathFactory) -> Iterator:
+    """Submits jobs whose working folder is a copy of the tracked code, to a head of its own."""
+    folder = tmp_path_factory.mktemp("head")
+    code = folder / "code"
+    for name in ("eagle3_ray", "ray_jobs", "conf", "examples"):
+        shutil.copytree(ROOT / name, code / name, ignore=shutil.ignore_patterns("__pycache__"))
+    dashboard = free_port()
+    environment = {
+        **os.environ,
+        "RAY_AUTH_MODE": "disabled",  # a head on loopback, for this test alone
+        "RAY_TMPDIR": str(Path("/tmp") / f"ray-{os.getpid()}"),  # sockets need short paths
+        "RAY_ADDRESS": f"http://127.0.0.1:{dashboard}",
+        "EAGLE3_RAY_HOME": str(folder / "home"),
+    }
+    environment.pop("PYTHONPATH", None)
+    head = {name: value for name, value in environment.items() if name != "RAY_ADDRESS"}
+    started = subprocess.run(
+        [RAY, "start", "--head", "--node-ip-address=127.0.0.1", f"--port={free_port()}", "--num-cpus=4"]
+        + [f"--dashboard-port={dashboard}", "--dashboard-host=127.0.0.1", "--disable-usage-stats"],
+        env=head,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+    )
+    assert started.returncode == 0, started.stdout + started.stderr
+
+    def run(stage: str, *overrides: str) -> subprocess.CompletedProcess[str]:
+        command = ["python", "-m", f"ray_jobs.{stage}", *overrides, f"store.root={folder}/store"]
+        return subprocess.run(
+            [RAY, "job", "submit", "--working-dir", str(code), "--", *command],
+            env=environment,
+            cwd=folder,
+            capture_output=True,
+            text=True,
+        )
+
+    run.store = folder / "store"
+    yield run
+    subprocess.run([RAY, "stop", "--force"], env=head, capture_output=True)
+    shutil.rmtree(environment["RAY_TMPDIR"], ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def summary(submit, smollm2: Path) -> dict:
+    """The pipeline's summary; its drafter had no training step."""
+    ended = submit("pipeline", *SMALL)
+    assert ended.returncode == 0, ended.stdout[-6000:] + ended.stderr[-2000:]
+    return json.loads((submit.store / "runs" / "job" / "summary.json").read_text())
+
+
+def test_the_summary_says_what_was_done(summary: dict, submit) -> None:
+    assert (summary["samples"], summary["prompts"], summary["failed"]) == (9, 9, 0)
+    assert summary["boundaries"] == [2, 15, 27]
+    assert summary["layer_ids"] == [1, 14, 26]
+    assert summary["heldout"] == 6
+    assert summary["completion_tokens"] == sum(row["completion_tokens"] for row in summary["by_domain"].values())
+    assert set(summary["seconds"]) == {"prepare", "extract", "train", "export", "evaluate", "total"}
+    assert summary["versions"]["sglang"] == "0.5.23"
+    for engine in summary["engines"].values():
+        assert engine["engine"] == "sglang.srt.entrypoints.engine.Engine"
+        assert engine["scheduler_pids"]
+    assert len(summary["engines"]["extract"]["hooked"]) == 1
+
+
+def test_a_drafter_of_no_training_accepts_next_to_nothing(summary: dict) -> None:
+    assert 1.0 <= summary["accept_length"] < 1.1
+    assert summary["accept_length"] == pytest.approx(summary["completion_tokens"] / summary["verify_steps"], abs=1e-3)
+
+
+def test_greedy_answers_are_the_same_with_and_without_speculation(summary: dict) -> None:
+    assert summary["greedy_identical"] is True
+
+
+def test_all_outputs_lie_below_the_store(summary: dict, submit) -> None:
+    for name in ("drafter_path", "report_path", "features_path"):
+        assert Path(summary[name]).is_relative_to(submit.store)
+    names = {path.name for path in submit.store.iterdir()}
+    assert names == {"prompts", "responses", "features", "drafters", "runs"}
+    assert not (submit.store.parent / "home").exists()
+    page = Path(summary["report_path"]).read_text()
+    assert f"{summary['accept_length']:.3f}" in page
+
+
+def test_what_is_stored_adds_up(summary: dict, submit) -> None:
+    (features,) = (submit.store / "features").iterdir()
+    commits = [json.loads(path.read_text()) for path in sorted((features / "commits").iterdir())]
+    assert [commit["unit"] for commit in commits] == ["000000-0000", "000001-0000", "000002-0000"]
+    assert sum(sample["tokens"] for commit in commits for sample in commit["samples"]) == summary["tokens_captured"]
+    shards = sum(
+        path.stat().st_size
+        for kind in ("features", "responses")
+        for path in (submit.store / kind).rglob("*.safetensors")
+    )
+    assert shards == summary["bytes_stored"]
+
+
+def test_the_exported_drafter_names_the_captured_layers(summary: dict) -> None:
+    folder = Path(summary["drafter_path"])
+    config = json.loads((folder / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForCausalLMEagle3"]
+    assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [1, 14, 26]
+    assert load(folder).config.draft_vocab_size == 8192
+
+
+def test_a_second_run_repeats_nothing(summary: dict, submit) -> None:
+    before = {
+        path: path.stat().st_mtime_ns
+        for kind in ("responses", "features", "drafters", "prompts")
+        for path in (submit.store / kind).rglob("*")
+    }
+    ended = submit("pipeline", *SMALL)
+    assert ended.returncode == 0, ended.stdout[-6000:]
+    after = {
+        path: path.stat().st_mtime_ns
+        for kind in ("responses", "features", "drafters", "prompts")
+        for path in (submit.store / kind).rglob("*")
+    }
+    assert after == before
+    again = json.loads((submit.store / "runs" / "job" / "summary.json").read_text())
+    assert again | {"seconds": None} == summary | {"seconds": None}
+
+
+def test_a_faulty_job_ends_before_any_engine(submit, smollm2: Path) -> None:
+    ended = submit("extract", *SMALL, "capture.boundaries=[2,15,30]")
+    assert ended.returncode != 0
+    assert "capture.boundaries: 30 is outside the target" in ended.stdout + ended.stderr
