@@ -76,7 +76,9 @@ def test_decode_attention_is_dense_attention_over_the_requests_slots(kv_heads, s
 @pytest.mark.parametrize("kv_heads", [1, 2, 6])
 @pytest.mark.parametrize("masking", ["causal", "full", "tree"])
 @pytest.mark.parametrize("stored_before", [False, True])
-def test_extend_attention_is_dense_attention_behind_the_prefix(kv_heads, masking, stored_before):
+@pytest.mark.parametrize("few", [0, 16])  # both ways to compute it
+def test_extend_attention_is_dense_attention_behind_the_prefix(kv_heads, masking, stored_before, few, monkeypatch):
+    monkeypatch.setattr("sgl_kernel.attention.FEW", few)
     totals, news = [9, 5, 12], [4, 5, 1]  # a prefix of 5, none, 11
     k_cache, v_cache, table, rows, lengths, queries = paged_batch(1, 6, kv_heads, totals)
     new = torch.tensor(news)

@@ -266,7 +266,7 @@ def store(root: Path, samples: int, unit: int) -> Units:
 @pytest.fixture(scope="module")
 def ray_up() -> Iterator[None]:
     ray = pytest.importorskip("ray")
-    ray.init(num_cpus=2, include_dashboard=False)
+    ray.init(num_cpus=2, include_dashboard=True)  # Ray Train asks it whether its controller lives
     yield
     ray.shutdown()
 

@@ -149,7 +149,19 @@ def _counts(files: Filesystem, responses: str, vocab_size: int) -> Tensor:
 
 
 def _run(task: Task) -> None:
-    """The workers, restarted by Ray Train when one dies; each start goes on from the newest checkpoint."""
+    """The workers, restarted by Ray Train when one dies; each start goes on from the newest checkpoint.
+
+    In a task that knows this Ray's address: Ray Train's cleaner looks for an address, and where a second Ray runs on
+    the machine it would ask that one, find no such training, and take the workers' placement group away.
+    """
+    import ray
+
+    address = ray.get_runtime_context().gcs_address
+    fit = ray.remote(num_cpus=0, max_retries=0, runtime_env={"env_vars": {"RAY_ADDRESS": address}})(_fit)
+    ray.get(fit.remote(task))
+
+
+def _fit(task: Task) -> None:
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer
 

@@ -1,4 +1,5 @@
-"""Attention over the paged KV cache, one request at a time through torch's own scaled_dot_product_attention.
+"""Attention over the paged KV cache, one request at a time: through torch's own scaled_dot_product_attention, or, for
+the few queries of a decode or verify step, through two plain matrix products, which take half the time there.
 
 SGLang's attention backend "intel_amx" calls both as `torch.ops.sgl_kernel.*`, so they are registered below under the
 real kernels' signatures; `attn_logits` and `max_len_extend` serve those kernels' scratch space and are not used here.
@@ -7,6 +8,8 @@ Shapes: queries [T, Hq, D], caches [slots, Hkv, D], outputs [T, Hq, Dv]; query h
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
+
+FEW = 16  # queries
 
 
 def decode_attention_cpu(
@@ -22,8 +25,8 @@ def decode_attention_cpu(
         k_cache[loc] = key.view(len(loc), *k_cache.shape[1:])
         v_cache[loc] = value.view(len(loc), *v_cache.shape[1:])
     for b, (row, length) in enumerate(zip(req_pool_indices.tolist(), seq_lens.tolist(), strict=True)):
-        slots = req_to_token[row, :length].long()
-        output[b] = _attend(query[b : b + 1], k_cache[slots], v_cache[slots], None, sm_scale)[0]
+        slots = req_to_token[row, :length]
+        output[b] = _attend(query[b : b + 1], _rows(k_cache, slots), _rows(v_cache, slots), None, sm_scale)[0]
 
 
 def extend_attention_cpu(
@@ -51,16 +54,29 @@ def extend_attention_cpu(
             mask_at += new * new
         elif is_causal:
             mask = torch.ones(new, length, dtype=torch.bool).tril(length - new)
-        slots, rows = req_to_token[row, :length].long(), slice(start, start + new)
-        k, v = k_buffer[slots], v_buffer[slots]
+        slots, rows = req_to_token[row, :length], slice(start, start + new)
+        k, v = _rows(k_buffer, slots), _rows(v_buffer, slots)
         if k_extend is not None:
             k[length - new :] = k_extend[rows].view(new, *k.shape[1:])
             v[length - new :] = v_extend[rows].view(new, *v.shape[1:])
         o_extend[rows] = _attend(q_extend[rows], k, v, mask, sm_scale)
 
 
+def _rows(cache, slots):
+    """cache [slots, Hkv, D] at some slots [S] -> [S, Hkv, D]; whole rows at a time, twice as fast as cache[slots]"""
+    return cache.flatten(1).index_select(0, slots).unflatten(1, cache.shape[1:])
+
+
 def _attend(q, k, v, mask, scale):
     """q [T, Hq, D], k [S, Hkv, D], v [S, Hkv, Dv], mask [T, S] or None -> [T, Hq, Dv]"""
+    tokens, heads, kv_heads = len(q), q.shape[1], k.shape[1]
+    if tokens <= FEW:
+        q = (q * scale).unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3).flatten(1, 2)  # [Hkv, G*T, D]
+        scores = q @ k.permute(1, 2, 0)  # [Hkv, G*T, S]
+        if mask is not None:
+            scores.masked_fill_(~mask.repeat(heads // kv_heads, 1), float("-inf"))
+        out = scores.softmax(-1) @ v.transpose(0, 1)  # [Hkv, G*T, Dv]
+        return out.unflatten(1, (-1, tokens)).flatten(0, 1).transpose(0, 1)
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))  # [1, H, T or S, D]
     grouped = q.shape[1] != k.shape[1]
     return scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=grouped)[0].transpose(0, 1)
