@@ -29,25 +29,30 @@ TOKENIZER_FILES = (
     "vocab.json",
     "merges.txt",
 )
-# ServerArgs that change how fast an engine runs, never what it computes
+# ServerArgs and variables that change how fast an engine runs, never what it computes
 SPEED_ARGS = {"log_level", "max_total_tokens", "mem_fraction_static", "max_running_requests", "cuda_graph_max_bs"}
+SPEED_ARGS |= {"GOMP_SPINCOUNT", "OMP_NUM_THREADS"}
+WINDOW_BYTES = 4096  # of each weight tensor that goes into the target's digest
 
 
 # ---------------------------------------------------------------- the target's own files
 
 
 def target_folder(target: TargetConfig) -> Path:
-    """The target's local folder; of a hub name, the snapshot of its small files (the engine fetches the weights)."""
+    """The target's local folder; of a hub name, the snapshot of its small files (the engine fetches the weights).
+
+    Asked on every node by itself: a hub's cache lies at another path on another node.
+    """
     folder = Path(target.path).expanduser()
     if folder.is_dir():
-        return folder
+        return folder.resolve()
     if folder.is_absolute():
         raise ConfigError(f"target.path: no folder {target.path!r}")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     try:
-        patterns = ["*.json", "*.jinja", "*.model", "*.txt"]
+        patterns = ["*.json", "*.jinja", "*.model", "*.txt"] + ["*.py"] * target.trust_remote_code
         return Path(snapshot_download(target.path, revision=target.revision, allow_patterns=patterns))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
         raise ConfigError(f"target.path: neither a folder nor on the hub: {target.path!r}: {error}") from None
@@ -66,15 +71,28 @@ def text_config(config: dict[str, Any]) -> dict[str, Any]:
     return config.get("text_config") or config
 
 
+def model_value(model: dict[str, Any], name: str) -> Any:
+    """A value that the target's text config must have."""
+    if model.get(name) is None:
+        raise ConfigError(f"target.path: its config.json has no {name}")
+    return model[name]
+
+
 def describe_target(target: TargetConfig, folder: Path) -> dict[str, Any]:
     """What the target is, by content: a digest of each file that decides its values, and of its weights."""
-    digests = {name: _sha256(folder / name) for name in TOKENIZER_FILES if (folder / name).is_file()}
-    for name in ("config.json", "generation_config.json"):
-        if (folder / name).is_file():
-            digests[name] = _sha256(folder / name)
-    weights = {path.name: _weights_digest(path) for path in sorted(folder.glob("*.safetensors"))}
-    if not weights:  # a hub name: the snapshot folder carries the commit
-        weights = {"hub": f"{target.path}@{folder.name}"}
+    names = [
+        "config.json",
+        "generation_config.json",
+        *TOKENIZER_FILES,
+        *sorted(path.name for path in folder.glob("*.py")),
+    ]
+    digests = {name: _sha256(folder / name) for name in names if (folder / name).is_file()}
+    if Path(target.path).expanduser().is_dir():
+        weights = {path.name: _weights_digest(path) for path in sorted(folder.glob("*.safetensors"))}
+        if not weights:
+            raise ConfigError(f"target.path: no *.safetensors in {folder}")
+    else:
+        weights = {"hub": f"{target.path}@{target.revision}"}  # pinned to a commit by `open_run`
     return {"files": digests, "weights": weights, "chat_template_kwargs": dict(target.chat_template_kwargs)}
 
 
@@ -82,17 +100,18 @@ def _sha256(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def _weights_digest(path: Path, windows: int = 16, window_bytes: int = 1 << 16) -> str:
-    """Size, safetensors header and evenly spaced windows of one weights file: seconds for hundreds of GB."""
-    size = path.stat().st_size
-    digest = hashlib.sha256(str(size).encode())
+def _weights_digest(path: Path) -> str:
+    """Size, header and the middle of every tensor of one safetensors file: seconds for hundreds of GB."""
+    digest = hashlib.sha256(str(path.stat().st_size).encode())
     with path.open("rb") as file:
-        head = file.read(8)
-        digest.update(head + file.read(struct.unpack("<Q", head)[0] if len(head) == 8 else 0))
-        start = file.tell()
-        for window in range(windows):
-            file.seek(start + max(0, size - start - window_bytes) * window // max(1, windows - 1))
-            digest.update(file.read(window_bytes))
+        (length,) = struct.unpack("<Q", file.read(8))
+        header = file.read(length)
+        digest.update(header)
+        for name, tensor in sorted(json.loads(header).items()):
+            if name != "__metadata__":
+                begin, end = tensor["data_offsets"]
+                file.seek(8 + length + max(begin, (begin + end - WINDOW_BYTES) // 2))
+                digest.update(file.read(min(WINDOW_BYTES, end - begin)))
     return digest.hexdigest()
 
 
@@ -107,26 +126,38 @@ def fingerprint(description: dict[str, Any]) -> str:
 def response_description(config: Config, target: dict[str, Any], prompts: str) -> dict[str, Any]:
     """All that decides a response; `prompts` is the prepared corpus's fingerprint. The engine is left out on purpose:
     another version of it never repeats a generation."""
-    return {"target": target, "prompts": prompts, "sampling": asdict(config.sampling)}
+    room = engine_args(config, "capture").get("context_length")
+    return {"target": target, "prompts": prompts, "sampling": asdict(config.sampling), "context_length": room}
 
 
 def capture_description(
     config: Config, target: dict[str, Any], responses: str, spec: CaptureSpec, version: str
 ) -> dict[str, Any]:
     """All that decides a feature's value."""
-    args = {**config.engine.args, **config.hardware.args, **config.hardware.capture_args}
     return {
         "target": target,
         "responses": responses,
         "engine": config.engine.name,
         "engine_version": version,
         "engine_dtype": config.engine.dtype,
-        "engine_args": {name: value for name, value in sorted(args.items()) if name not in SPEED_ARGS},
-        "device": config.hardware.device,
-        "tp_size": config.hardware.tp_size,
+        **deciding_args(config, "capture"),
         "boundaries": list(spec.boundaries),
         "dtype": spec.dtype,
     }
+
+
+def engine_args(config: Config, purpose: str) -> dict[str, Any]:
+    """The ServerArgs that the settings add for an engine that shall "capture" or "serve"; engine.args come last."""
+    hardware = config.hardware
+    own = hardware.capture_args if purpose == "capture" else hardware.serve_args
+    args = {"device": hardware.device, "tp_size": hardware.tp_size, **hardware.args, **own, **config.engine.args}
+    return {name: value for name, value in args.items() if value is not None}
+
+
+def deciding_args(config: Config, purpose: str) -> dict[str, Any]:
+    """Those that can change what the engine computes, and its environment."""
+    given = {"engine_args": engine_args(config, purpose), "engine_env": config.hardware.env}
+    return {group: {k: v for k, v in sorted(of.items()) if k not in SPEED_ARGS} for group, of in given.items()}
 
 
 def engine_version(config: Config) -> str:
@@ -160,20 +191,20 @@ class CaptureSpec:
 
 def capture_spec(config: Config, model: dict[str, Any]) -> CaptureSpec:
     """`config.capture` for the target whose text config is `model`; ConfigError where it cannot be."""
-    layers = int(model["num_hidden_layers"])
+    layers = int(model_value(model, "num_hidden_layers"))
     boundaries = config.capture.boundaries
     if boundaries is None:
         boundaries = [2, layers // 2, layers - 3]
     check_boundaries(boundaries, layers)
     if config.capture.dtype not in DTYPES:
         raise ConfigError(f"capture.dtype: {config.capture.dtype!r} is none of {', '.join(DTYPES)}")
-    return CaptureSpec(tuple(boundaries), int(model["hidden_size"]), config.capture.dtype)
+    return CaptureSpec(tuple(boundaries), int(model_value(model, "hidden_size")), config.capture.dtype)
 
 
 def check_boundaries(boundaries: list[int], layers: int) -> None:
     """ConfigError unless strictly ascending and within 0 <= boundary < layers (SGLang cannot capture the last)."""
-    if not boundaries:
-        raise ConfigError("capture.boundaries: empty; name at least one")
+    if len(boundaries) < 2:
+        raise ConfigError(f"capture.boundaries: {list(boundaries)}; SGLang serves drafters of two or more")
     for boundary in boundaries:
         if not 0 <= boundary < layers:
             raise ConfigError(

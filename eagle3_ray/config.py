@@ -47,7 +47,7 @@ class SamplingConfig:
     temperature: float = 0.0  # 0 is greedy
     top_p: float = 1.0
     top_k: int = -1  # -1 is the whole vocabulary
-    seed: int = 0  # each answer's own seed is derived from it; used when temperature > 0
+    seed: int = 0  # of the engine's random numbers, when temperature > 0; draws also depend on how requests are batched
 
 
 @dataclass
@@ -130,6 +130,20 @@ class TrainConfig:
     cpus_per_worker: int = 1
     checkpoint_every: int = 500  # steps
     max_failures: int = 3  # worker deaths that are survived
+
+
+def check_drafter(settings: DrafterConfig, target: dict[str, Any]) -> None:
+    """ConfigError unless a drafter of this shape can be made for the target with this text config."""
+    hidden = int(target["hidden_size"])
+    heads = settings.num_attention_heads or int(target["num_attention_heads"])
+    kv_heads = settings.num_key_value_heads or int(target.get("num_key_value_heads") or heads)
+    head_dim = settings.head_dim or target.get("head_dim") or hidden // heads
+    if hidden % heads:
+        raise ConfigError(f"drafter.num_attention_heads: {heads} does not divide the hidden size {hidden}")
+    if heads % kv_heads:
+        raise ConfigError(f"drafter.num_key_value_heads: {kv_heads} does not divide {heads} attention heads")
+    if head_dim % 2:
+        raise ConfigError(f"drafter.head_dim: {head_dim} is odd; RoPE needs an even one")
 
 
 # What changes how training runs, but not what comes of it

@@ -32,11 +32,11 @@ class BadRecord(ValueError):
 
 @dataclass(frozen=True)
 class Conversation:
-    """What is said to the target. `messages`: at most one system message, then user messages only."""
+    """What is said to the target. `messages`, (role, content): at most one system message, then user messages only."""
 
     id: str
     domain: str
-    messages: tuple[dict[str, str], ...]
+    messages: tuple[tuple[str, str], ...]
 
 
 def read_records(prompts: PromptsConfig, storage_options: dict[str, Any] | None = None) -> Iterator[dict[str, Any]]:
@@ -107,16 +107,16 @@ def parse(record: Any) -> Conversation:
         turns = [{"role": "user", "content": turns}]
     if not isinstance(turns, list) or not turns:
         raise BadRecord("no messages, conversations or prompt")
-    messages: list[dict[str, str]] = []
+    messages: list[tuple[str, str]] = []
     for turn in turns:
         role, text = _role_and_text(turn)
         if role == "system" and messages:
             raise BadRecord("a system message after the start")
         if role != "assistant":
-            messages.append({"role": role, "content": text})
-    if not any(message["role"] == "user" for message in messages):
+            messages.append((role, text))
+    if not any(role == "user" for role, _ in messages):
         raise BadRecord("no user message")
-    digest = hashlib.sha256(json.dumps(messages, sort_keys=True).encode()).hexdigest()[:16]
+    digest = hashlib.sha256(json.dumps(messages).encode()).hexdigest()[:16]
     return Conversation(str(record.get("id") or digest), str(record.get("domain") or "none"), tuple(messages))
 
 
@@ -157,9 +157,9 @@ def segments(conversation: Conversation, tokenizer: Any, template_kwargs: dict[s
     history: list[dict[str, str]] = []
     texts: list[str] = []
     before = ""
-    for message in conversation.messages:
-        history.append(message)
-        if message["role"] != "user":
+    for role, content in conversation.messages:
+        history.append({"role": role, "content": content})
+        if role != "user":
             continue
         text = render(history)
         if not texts:

@@ -14,11 +14,12 @@ from typing import Any
 
 import ray
 
-from eagle3_ray.capture import engine_version, fingerprint
+from eagle3_ray.capture import deciding_args, engine_version, fingerprint
 from eagle3_ray.config import ConfigError, PromptsConfig, SamplingConfig
 from eagle3_ray.engines.base import Answered, RequestError, answer, each
 from eagle3_ray.engines.sglang import SGLangEngine, context_length
 from eagle3_ray.prepare import Corpus, Prompt, prepare
+from eagle3_ray.progress import Progress
 from eagle3_ray.run import Run
 
 SETTINGS = ("max_new_tokens", "num_steps", "topk", "num_draft_tokens", "batch_size", "baseline")
@@ -50,28 +51,39 @@ def evaluate(run: Run, corpus: Corpus, drafter: str) -> dict[str, Any]:
     if config.engine.name != "sglang":
         raise ConfigError(f"engine.name: evaluation is served by sglang, not by {config.engine.name}")
     dtype = config.evaluate.dtype or config.engine.dtype
+    exported = run.read_json(f"{drafter}/export.json")
+    if exported is None:
+        raise ConfigError(f"no exported drafter at {run.files.url(drafter)}; run ray_jobs.export first")
     description = {
         "prompts": corpus.fingerprint,
         "engine_version": engine_version(config),
         "dtype": dtype,
-        "exported": run.read_json(f"{drafter}/export/config.json"),
+        "exported": exported,
+        **deciding_args(config, "serve"),
         **{name: getattr(config.evaluate, name) for name in SETTINGS},
     }
-    key = f"{drafter}/evaluations/{fingerprint(description)}.json"
+    key = f"{drafter}/evaluations/{fingerprint(description)}/summary.json"
     summary = run.read_json(key)
     if summary is not None:
         return summary
     start = time.monotonic()
     hardware = config.hardware
     served = ray.remote(num_cpus=hardware.cpus_per_actor, num_gpus=hardware.gpus_per_actor, max_retries=1)(serve)
-    speculating = ray.get(served.remote(run, corpus, drafter))
-    plain = ray.get(served.remote(run, corpus, None)) if config.evaluate.baseline else None
+    answers = [served.remote(run, corpus, drafter)]
+    if config.evaluate.baseline:
+        answers.append(served.remote(run, corpus, None))  # at the same time, where there is room for two engines
+    speculating, plain = (*ray.get(answers), None)[:2]
+    for served_engine in (speculating, plain or speculating):
+        _check_refused(run, served_engine["refused"], len(served_engine["answers"]))
+    steps = config.evaluate.num_steps
     summary = {
         **{name: value for name, value in description.items() if name != "exported"},
-        **measure(speculating["answers"]),
-        "greedy_identical": None if plain is None else identical(speculating["answers"], plain["answers"]),
+        **measure(speculating["answers"], steps),
+        "greedy_identical": None if plain is None else not different(speculating["answers"], plain["answers"]),
+        "different_answers": different(speculating["answers"], plain["answers"]) if plain else [],
+        "refused": speculating["refused"],
         "by_domain": {
-            domain: measure([row for row in speculating["answers"] if row["domain"] == domain])
+            domain: measure([row for row in speculating["answers"] if row["domain"] == domain], steps)
             for domain in sorted({row["domain"] for row in speculating["answers"]})
         },
         "engine": speculating["engine"],
@@ -81,10 +93,20 @@ def evaluate(run: Run, corpus: Corpus, drafter: str) -> dict[str, Any]:
             for row in speculating["answers"]
         ],
     }
-    if summary["greedy_identical"] is False:
-        summary["different_answers"] = different(speculating["answers"], plain["answers"] if plain else [])
     run.write_json(key, summary)
     return summary
+
+
+class EvaluateError(RuntimeError):
+    """Too few answers to measure anything."""
+
+
+def _check_refused(run: Run, refused: list[dict[str, str]], answered: int) -> None:
+    if not answered or len(refused) > run.config.prompts.max_bad_share * (answered + len(refused)):
+        raise EvaluateError(
+            f"{len(refused)} of {answered + len(refused)} held-out conversations were refused, more than "
+            f"prompts.max_bad_share={run.config.prompts.max_bad_share}: {refused[:3]}"
+        )
 
 
 def serve(run: Run, corpus: Corpus, drafter: str | None) -> dict[str, Any]:
@@ -94,7 +116,7 @@ def serve(run: Run, corpus: Corpus, drafter: str | None) -> dict[str, Any]:
     config = dataclasses.replace(
         config, engine=dataclasses.replace(config.engine, dtype=settings.dtype or config.engine.dtype)
     )
-    args = dict(config.hardware.serve_args)
+    args: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="eagle3-ray-") as scratch:
         if drafter is not None:
             args |= {
@@ -105,7 +127,7 @@ def serve(run: Run, corpus: Corpus, drafter: str | None) -> dict[str, Any]:
                 "speculative_num_draft_tokens": settings.num_draft_tokens,
             }
         sampling = SamplingConfig(max_new_tokens=settings.max_new_tokens)
-        room = context_length(config, run.folder)
+        room = context_length(config, run.folder) - settings.num_draft_tokens  # of both engines, to answer the same
         engine = SGLangEngine(config, run.folder, None, args)
         try:
             prompts = [prompt for unit in corpus.units for prompt in corpus.read(unit)]
@@ -113,8 +135,18 @@ def serve(run: Run, corpus: Corpus, drafter: str | None) -> dict[str, Any]:
             def respond(prompt: Prompt) -> dict[str, Any]:
                 return _row(prompt, answer(engine, prompt.segments, sampling, room))
 
-            results = each(respond, prompts, settings.batch_size)
-            return {"engine": engine.info, "answers": [row for row in results if not isinstance(row, RequestError)]}
+            name = "evaluate without the drafter" if drafter is None else "evaluate"
+            progress = Progress(name, len(prompts), "conversations")
+            results = each(respond, prompts, settings.batch_size, progress.add)
+            return {
+                "engine": engine.info,
+                "answers": [row for row in results if not isinstance(row, RequestError)],
+                "refused": [
+                    {"id": prompt.id, "reason": str(row)}
+                    for prompt, row in zip(prompts, results, strict=True)
+                    if isinstance(row, RequestError)
+                ],
+            }
         finally:
             engine.close()
 
@@ -138,10 +170,13 @@ def _row(prompt: Prompt, answered: Answered) -> dict[str, Any]:
     }
 
 
-def measure(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Accept length and acceptance by draft position, over all answers together."""
+def measure(rows: list[dict[str, Any]], num_steps: int) -> dict[str, Any]:
+    """Accept length and acceptance by draft position, over all answers together.
+
+    SGLang's histogram also counts drafts that were accepted behind an answer's end and cut off with it.
+    """
     tokens, steps = sum(row["completion_tokens"] for row in rows), sum(row["verify_steps"] for row in rows)
-    longest = max((len(row["histogram"]) for row in rows), default=0)
+    longest = num_steps + 1
     exactly = [sum(row["histogram"][i] for row in rows if i < len(row["histogram"])) for i in range(longest)]
     at_least = [sum(exactly[i:]) for i in range(longest)]
     return {
@@ -156,21 +191,15 @@ def measure(rows: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def identical(some: list[dict[str, Any]], others: list[dict[str, Any]]) -> bool:
-    """Whether both hold the same answers, token by token."""
-    return {row["id"]: row["token_ids"] for row in some} == {row["id"]: row["token_ids"] for row in others}
-
-
 def different(some: list[dict[str, Any]], others: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The answers that differ, and the token at which they first do."""
-    by_id = {row["id"]: row["token_ids"] for row in others}
+    """The conversations that differ, or that only one side answered, and the token at which they first do."""
+    first, second = ({row["id"]: row["token_ids"] for row in rows} for rows in (some, others))
     found = []
-    for row in some:
-        mine, other = row["token_ids"], by_id.get(row["id"], [])
+    for name in sorted(first.keys() | second.keys()):
+        mine, other = first.get(name, []), second.get(name, [])
         if mine != other:
-            shared = [a == b for a, b in zip(mine, other, strict=False)] + [False]
-            at = shared.index(False)
-            found.append({"id": row["id"], "first_different_token": at})
+            same = [a == b for a, b in zip(mine, other, strict=False)] + [False]
+            found.append({"id": name, "first_different_token": same.index(False)})
     return found
 
 

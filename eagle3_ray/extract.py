@@ -8,9 +8,12 @@ that come back through Ray say only what was done.
 
 from __future__ import annotations
 
+import json
 import logging
+import shutil
 import tempfile
 import time
+import warnings
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +23,6 @@ import ray
 import torch
 from tenacity import Retrying, retry_if_exception_type, stop_after_attempt
 
-from eagle3_ray.capture import fingerprint
 from eagle3_ray.engines import start_engine
 from eagle3_ray.engines.base import EngineError, RequestError, TargetEngine, answer, each
 from eagle3_ray.engines.sglang import context_length
@@ -62,20 +64,17 @@ def extract(run: Run, corpus: Corpus) -> dict[str, Any]:
             worked.append(row)
             progress.add(1, f"{row['samples']} samples, {row['tokens']} tokens")
     summary = _summary(run, corpus, responses, features)
-    if not worked:
-        return run.read_json(f"{features.folder}/summary.json") or summary
-    summary |= {
-        "seconds": round(time.monotonic() - start, 1),
-        "generate_seconds": round(sum(row["generate_seconds"] for row in worked), 1),
-        "capture_seconds": round(sum(row["capture_seconds"] for row in worked), 1),
-        "engine_starts": sum(row["engine_starts"] for row in worked),
-    }
-    run.write_json(f"{features.folder}/summary.json", summary)
-    if summary["failed"] > run.config.prompts.max_bad_share * corpus.summary["prompts"]:
-        raise ExtractError(
-            f"{summary['failed']} of {corpus.summary['prompts']} samples failed, more than "
-            f"prompts.max_bad_share={run.config.prompts.max_bad_share}: {summary['reasons']}"
-        )
+    if worked:
+        summary |= {
+            "seconds": round(time.monotonic() - start, 1),
+            "generate_seconds": round(sum(row["generate_seconds"] for row in worked), 1),
+            "capture_seconds": round(sum(row["capture_seconds"] for row in worked), 1),
+            "engine_starts": sum(row["engine_starts"] for row in worked),
+        }
+        run.write_json(f"{features.folder}/summary.json", summary)
+    else:
+        summary = run.read_json(f"{features.folder}/summary.json") or summary
+    _check_failures(run, corpus, summary)
     return summary
 
 
@@ -86,7 +85,16 @@ def extracted(run: Run, corpus: Corpus) -> tuple[Units, list[Commit]]:
     missing = _missing_units(run, corpus, responses, features)
     if missing:
         raise ExtractError(f"{len(missing)} of {len(corpus.units)} units are not extracted; run ray_jobs.extract first")
+    _check_failures(run, corpus, _summary(run, corpus, responses, features))
     return features, features.commits()
+
+
+def _check_failures(run: Run, corpus: Corpus, summary: dict[str, Any]) -> None:
+    if summary["failed"] > run.config.prompts.max_bad_share * corpus.summary["prompts"]:
+        raise ExtractError(
+            f"{summary['failed']} of {corpus.summary['prompts']} samples failed, more than "
+            f"prompts.max_bad_share={run.config.prompts.max_bad_share}: {summary['reasons']}"
+        )
 
 
 def _missing_units(run: Run, corpus: Corpus, responses: Units, features: Units) -> list[str]:
@@ -117,6 +125,8 @@ def _rows(run: Run, corpus: Corpus, todo: list[str]) -> Iterator[dict[str, Any]]
     context = ray.data.DataContext.get_current()
     context.enable_progress_bars = False  # one line of our own instead
     logging.getLogger("ray.data").setLevel(logging.WARNING)
+    # `max_restarts` can be given in no other way until Ray 2.64
+    warnings.filterwarnings("ignore", message=".*ray_remote_args.*")
     hardware = run.config.hardware
     dataset = ray.data.from_items([{"unit": unit} for unit in todo], override_num_blocks=len(todo)).map_batches(
         Extractor,
@@ -135,13 +145,19 @@ class Extractor:
     """One actor of the pool. The engine starts with the first unit and again after a failure."""
 
     def __init__(self, run: Run, corpus: Corpus) -> None:
+        self.engine: TargetEngine | None = None
+        self.cache = Path(tempfile.mkdtemp(prefix="eagle3-ray-"))
         self.run, self.corpus = run, corpus
         self.responses, _ = run.responses(corpus.fingerprint)
         self.features, _ = run.features(corpus.fingerprint)
-        self.cache = Path(tempfile.mkdtemp(prefix="eagle3-ray-"))
         self.context_length = context_length(run.config, run.folder)
-        self.engine: TargetEngine | None = None
         self.starts = 0
+
+    def __del__(self) -> None:
+        """Ray Data drops the instance when the pool ends."""
+        if self.engine is not None:
+            self.engine.close()
+        shutil.rmtree(self.cache, ignore_errors=True)
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, list[Any]]:
         (unit,) = [str(unit) for unit in batch["unit"]]
@@ -190,19 +206,19 @@ class Extractor:
         prompts = self.corpus.read(unit)
 
         def respond(prompt: Prompt) -> Response:
-            seed = seed_of(sampling.seed, prompt.id)
-            answered = answer(engine, prompt.segments, sampling, self.context_length, seed)
+            answered = answer(engine, prompt.segments, sampling, self.context_length)
             return Response(
                 id=prompt.id,
                 input_ids=torch.tensor(answered.token_ids, dtype=torch.int32),
                 loss_mask=torch.tensor(answered.loss_mask),
                 finish_reasons=answered.finish_reasons,
                 domain=prompt.domain,
-                seed=seed,
+                seed=sampling.seed,
             )
 
         prompts.sort(key=lambda prompt: -len(prompt.segments))  # turns come one by one: the longest start first
-        results = each(respond, prompts, self.run.config.hardware.max_inflight)
+        progress = Progress(f"unit {unit}", len(prompts), "conversations answered")
+        results = each(respond, prompts, self.run.config.hardware.max_inflight, progress.add)
         good = [result for result in results if isinstance(result, Response)]
         samples = [
             {
@@ -239,7 +255,8 @@ class Extractor:
                 last_rows=rows,
             )
 
-        results = each(states, numbers, self.run.config.hardware.max_captures)
+        progress = Progress(f"unit {name}", len(numbers), "conversations captured")
+        results = each(states, numbers, self.run.config.hardware.max_captures, progress.add)
         good = [(n, result) for n, result in zip(numbers, results, strict=True) if isinstance(result, Features)]
         samples = [commit.samples[n] | {"targets": len(result.last_rows)} for n, result in good]
         shard = self.cache / f"{name}.features"
@@ -247,11 +264,6 @@ class Extractor:
         failed = _failed([reader.response(n) for n in numbers], results)
         self.features.commit(name, shard, samples, failed=failed, engine=engine.info)
         shard.unlink()
-
-
-def seed_of(seed: int, sample: str) -> int:
-    """A sample's own seed: sampling.seed and its id, 31 bits."""
-    return int(fingerprint({"seed": seed, "sample": sample}), 16) % 2**31
 
 
 def _failed(items: Any, results: Any) -> list[dict[str, str]]:
@@ -267,7 +279,6 @@ def _summary(run: Run, corpus: Corpus, responses: Units, features: Units) -> dic
     captured, answered = features.commits(), responses.commits()
     samples = [sample for commit in captured for sample in commit.samples]
     failed = [failure for commit in (*answered, *captured) for failure in commit.facts["failed"]]
-    engines = [commit.facts["engine"] for commit in captured]
     return {
         "responses": Path(responses.folder).name,
         "features": Path(features.folder).name,
@@ -281,5 +292,5 @@ def _summary(run: Run, corpus: Corpus, responses: Units, features: Units) -> dic
         "finish_reasons": dict(Counter(reason for sample in samples for reason in sample["finish_reasons"])),
         "domains": dict(sorted(Counter(sample["domain"] for sample in samples).items())),
         "bytes_stored": sum(commit.size for commit in (*answered, *captured)),
-        "engine": engines[0] if engines else None,
+        "engines": list({json.dumps(commit.facts["engine"]): commit.facts["engine"] for commit in captured}.values()),
     }

@@ -9,13 +9,13 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from eagle3_ray.capture import TOKENIZER_FILES, fingerprint
 from eagle3_ray.config import ConfigError, PromptsConfig
-from eagle3_ray.conversations import BadRecord, parse, read_records, segments
+from eagle3_ray.conversations import BadRecord, Conversation, parse, read_records, segments
 from eagle3_ray.run import Run
 from eagle3_ray.store.filesystem import Filesystem
 
@@ -50,7 +50,11 @@ def prepare(run: Run, prompts: PromptsConfig) -> Corpus:
     key = fingerprint(
         {
             "records": [record if isinstance(record, str) else asdict(record) for record in records],
-            "tokenizer": {name: digest for name, digest in run.target["files"].items() if name in TOKENIZER_FILES},
+            "tokenizer": {
+                name: digest
+                for name, digest in run.target["files"].items()
+                if name in TOKENIZER_FILES or name.endswith(".py")
+            },
             "chat_template_kwargs": run.target["chat_template_kwargs"],
             "max_prompt_tokens": prompts.max_prompt_tokens,
             "unit_size": prompts.unit_size,
@@ -60,11 +64,18 @@ def prepare(run: Run, prompts: PromptsConfig) -> Corpus:
     if summary is None:
         summary = _write(run, prompts, key, records) | {"seconds": round(time.monotonic() - start, 1)}
         run.write_json(f"prompts/{key}/summary.json", summary)
-    print(f"prepare: {summary['prompts']} prompts, {summary['bad']} bad records, {summary['units']} units", flush=True)
+    bad, records_read = summary["bad"], summary["records"]
+    if not summary["prompts"] or bad > prompts.max_bad_share * records_read:
+        worst = "; ".join(f"{count} x {reason}" for reason, count in list(summary["reasons"].items())[:5])
+        raise ConfigError(
+            f"prompts.source: {bad} of {records_read} records of {prompts.source!r} cannot be used "
+            f"(prompts.max_bad_share={prompts.max_bad_share}): {worst}"
+        )
+    print(f"prepare: {summary['prompts']} prompts, {bad} bad records, {summary['units']} units", flush=True)
     return Corpus(run.files, key, [_unit(i) for i in range(summary["units"])], summary)
 
 
-def _parsed(record: Any) -> Any:
+def _parsed(record: Any) -> Conversation | str:
     """The record's conversation, or the reason why it has none."""
     try:
         return parse(record)
@@ -72,16 +83,10 @@ def _parsed(record: Any) -> Any:
         return str(error)
 
 
-def _write(run: Run, prompts: PromptsConfig, key: str, records: list[Any]) -> dict[str, Any]:
-    reasons: Counter[str] = Counter()
-    good = list(_tokenised(run, prompts, records, reasons))
-    bad = sum(reasons.values())
-    if not good or bad > prompts.max_bad_share * len(records):
-        worst = "; ".join(f"{count} x {reason}" for reason, count in reasons.most_common(5))
-        raise ConfigError(
-            f"prompts.source: {bad} of {len(records)} records of {prompts.source!r} cannot be used "
-            f"(prompts.max_bad_share={prompts.max_bad_share}): {worst}"
-        )
+def _write(run: Run, prompts: PromptsConfig, key: str, records: list[Conversation | str]) -> dict[str, Any]:
+    conversations = dict.fromkeys(record for record in records if not isinstance(record, str))  # each once, in order
+    reasons = Counter(record for record in records if isinstance(record, str))
+    good = list(_tokenised(run, prompts, conversations, reasons))
     units = range(0, len(good), prompts.unit_size)
     for i, first in enumerate(units):
         lines = "".join(json.dumps(asdict(prompt)) + "\n" for prompt in good[first : first + prompts.unit_size])
@@ -89,18 +94,22 @@ def _write(run: Run, prompts: PromptsConfig, key: str, records: list[Any]) -> di
     return {
         "source": prompts.source,
         "fingerprint": key,
+        "records": len(records),
+        "duplicates": len(records) - len(conversations) - sum(isinstance(record, str) for record in records),
         "prompts": len(good),
         "answers": sum(len(prompt.segments) for prompt in good),
         "domains": dict(sorted(Counter(prompt.domain for prompt in good).items())),
         "prompt_tokens": sum(len(ids) for prompt in good for ids in prompt.segments),
-        "bad": bad,
+        "bad": sum(reasons.values()),
         "reasons": dict(reasons.most_common()),
         "units": len(units),
     }
 
 
-def _tokenised(run: Run, prompts: PromptsConfig, records: list[Any], reasons: Counter[str]) -> Iterator[Prompt]:
-    """The good records as ids; the reason of every other is counted in `reasons`."""
+def _tokenised(
+    run: Run, prompts: PromptsConfig, records: Iterable[Conversation], reasons: Counter[str]
+) -> Iterator[Prompt]:
+    """The conversations as ids; why one cannot be is counted in `reasons`."""
     import transformers
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(
@@ -111,18 +120,15 @@ def _tokenised(run: Run, prompts: PromptsConfig, records: list[Any], reasons: Co
     seen: set[str] = set()
     for record in records:
         try:
-            if isinstance(record, str):
-                raise BadRecord(record)
-            if record.id in seen:
-                raise BadRecord("an id that was there before")
             ids = segments(record, tokenizer, run.target["chat_template_kwargs"])
             if len(ids[0]) > prompts.max_prompt_tokens:
                 raise BadRecord(f"a prompt of more than prompts.max_prompt_tokens={prompts.max_prompt_tokens} tokens")
         except BadRecord as error:
             reasons[str(error)] += 1
             continue
-        seen.add(record.id)
-        yield Prompt(record.id, record.domain, ids)
+        name = record.id if record.id not in seen else f"{record.id}-{fingerprint({'messages': record.messages})}"
+        seen.add(name)
+        yield Prompt(name, record.domain, ids)
 
 
 def _unit(i: int) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 
 
@@ -15,16 +16,18 @@ class Progress:
         self._start = self._printed = time.monotonic()
         self._terminal = sys.stdout.isatty()
         self._every_s = 0.5 if self._terminal else every_s
+        self._lock = threading.Lock()
 
     def add(self, n: int, note: str = "") -> None:
-        self.done += n
-        now = time.monotonic()
-        if now - self._printed >= self._every_s or self.done >= self.total:
-            self._printed = now
-            line = self.line(now - self._start, note)
-            print(f"\r\x1b[K{line}" if self._terminal else line, end="" if self._terminal else "\n", flush=True)
-            if self._terminal and self.done >= self.total:
-                print(flush=True)
+        with self._lock:
+            self.done += n
+            now = time.monotonic()
+            if now - self._printed >= self._every_s or self.done >= self.total:
+                self._printed = now
+                line = self.line(now - self._start, note)
+                print(f"\r\x1b[K{line}" if self._terminal else line, end="" if self._terminal else "\n", flush=True)
+                if self._terminal and self.done >= self.total:
+                    print(flush=True)
 
     def line(self, elapsed_s: float, note: str = "") -> str:
         rate = (self.done - self._before) / max(elapsed_s, 1e-9)

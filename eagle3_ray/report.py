@@ -27,7 +27,8 @@ def summarise(
     extraction = run.read_json(f"{features.folder}/summary.json") or {}
     exported = run.read_json(f"{drafter}/export.json") or {}
     folder = f"runs/{run.config.run}"
-    measured = ("accept_length", "accept_length_by_step", "verify_steps", "completion_tokens", "greedy_identical")
+    measured = ["accept_length", "accept_length_by_step", "verify_steps", "completion_tokens"]
+    measured += ["greedy_identical", "different_answers", "refused"]
     stored = ("samples", "failed", "tokens_captured", "tokens_generated", "bytes_stored", "boundaries", "domains")
     summary = {
         "run": run.config.run,
@@ -44,7 +45,7 @@ def summarise(
         "drafter_path": run.files.url(f"{drafter}/export"),
         "report_path": run.files.url(f"{folder}/report.html"),
         "features_path": run.files.url(features.folder),
-        "engines": {"extract": extraction.get("engine"), "evaluate": evaluation["engine"]},
+        "engines": {"extract": extraction.get("engines"), "evaluate": [evaluation["engine"]]},
         "versions": {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}},
     }
     run.write_json(f"{folder}/summary.json", summary)

@@ -14,12 +14,13 @@ from eagle3_ray.capture import (
     describe_target,
     engine_version,
     fingerprint,
+    model_value,
     response_description,
     target_config,
     target_folder,
     text_config,
 )
-from eagle3_ray.config import DTYPES, ENGINES, PLACEMENT, Config, ConfigError
+from eagle3_ray.config import DTYPES, ENGINES, PLACEMENT, Config, ConfigError, check_drafter
 from eagle3_ray.store.commits import Units
 from eagle3_ray.store.filesystem import Filesystem, StoreError
 
@@ -28,12 +29,16 @@ from eagle3_ray.store.filesystem import Filesystem, StoreError
 class Run:
     """A checked configuration, with the target and the store that it names."""
 
-    config: Config
+    config: Config  # target.revision of a hub name is a commit
     files: Filesystem
-    folder: Path  # the target's
     model: dict[str, Any]  # the target's text config
     target: dict[str, Any]  # the target by content, for fingerprints
     spec: CaptureSpec
+
+    @property
+    def folder(self) -> Path:
+        """The target's folder on this node."""
+        return target_folder(self.config.target)
 
     def responses(self, corpus: str) -> tuple[Units, dict[str, Any]]:
         """The units of responses to a prepared corpus, and their description."""
@@ -73,21 +78,24 @@ def open_run(config: Config) -> Run:
     except StoreError as error:
         raise ConfigError(str(error)) from None
     folder = target_folder(config.target)
+    if not Path(config.target.path).expanduser().is_dir():
+        config.target.revision = folder.name  # the commit; all nodes and later runs must load the same
     model = text_config(target_config(folder))
     spec = capture_spec(config, model)
-    vocabulary = int(model["vocab_size"])
+    check_drafter(config.drafter, model)
+    vocabulary = int(model_value(model, "vocab_size"))
     if config.drafter.draft_vocab_size > vocabulary:
         raise ConfigError(
             f"drafter.draft_vocab_size: {config.drafter.draft_vocab_size} is more than the target's {vocabulary}"
         )
-    room = int(model["max_position_embeddings"])
+    room = int(model_value(model, "max_position_embeddings"))
     for name, new in (
         ("sampling.max_new_tokens", config.sampling.max_new_tokens),
         ("evaluate.max_new_tokens", config.evaluate.max_new_tokens),
     ):
         if new >= room:
             raise ConfigError(f"{name}: {new} leaves no room for a prompt in the target's context of {room}")
-    return Run(config, files, folder, model, describe_target(config.target, folder), spec)
+    return Run(config, files, model, describe_target(config.target, folder), spec)
 
 
 def check_values(config: Config) -> None:
@@ -116,6 +124,9 @@ def check_values(config: Config) -> None:
         "train.steps": (config.train.steps, 0),
         "train.batch_size": (config.train.batch_size, 1),
         "train.ttt_steps": (config.train.ttt_steps, 1),
+        "train.max_length": (config.train.max_length, 3),  # a slot needs three tokens
+        "evaluate.batch_size": (config.evaluate.batch_size, 1),
+        "hardware.tp_size": (config.hardware.tp_size, 1),
         "train.num_workers": (config.train.num_workers, 1),
         "train.checkpoint_every": (config.train.checkpoint_every, 1),
         "evaluate.max_new_tokens": (config.evaluate.max_new_tokens, 1),
@@ -126,6 +137,10 @@ def check_values(config: Config) -> None:
     for name, (number, least) in at_least.items():
         if number < least:
             raise ConfigError(f"{name}: {number} is less than {least}")
+    if config.hardware.device == "cuda" and config.hardware.tp_size > config.hardware.gpus_per_actor:
+        raise ConfigError(
+            f"hardware.gpus_per_actor: {config.hardware.gpus_per_actor} for hardware.tp_size={config.hardware.tp_size}"
+        )
     if not 0 <= config.prompts.max_bad_share <= 1:
         raise ConfigError(f"prompts.max_bad_share: {config.prompts.max_bad_share} is not between 0 and 1")
     if config.evaluate.topk == 1 and config.evaluate.num_draft_tokens != config.evaluate.num_steps + 1:

@@ -11,9 +11,6 @@ import ray
 
 from eagle3_ray.config import ClusterConfig
 
-# Ray Train prints a worker's line once more through its own logger
-WORKERS = {"RAY_TRAIN_ENABLE_PRINT_PATCH": "0", "OMP_WAIT_POLICY": "passive"}
-
 
 @contextmanager
 def cluster(config: ClusterConfig) -> Iterator[None]:
@@ -23,7 +20,6 @@ def cluster(config: ClusterConfig) -> Iterator[None]:
         address="local" if own else config.address,
         num_cpus=config.num_cpus if own else None,
         logging_level=logging.WARNING,
-        runtime_env={"env_vars": WORKERS},
     )
     try:
         yield

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # see conf/hardware/cpu.yaml
+os.environ.setdefault("GOMP_SPINCOUNT", "5000")  # see conf/hardware/cpu.yaml
 
 
 def compose(*overrides: str) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -40,6 +41,9 @@ FAULTS = [
     ("engine.dtype=float8", "engine.dtype"),
     ("evaluate.num_draft_tokens=5", "evaluate.num_draft_tokens"),
     ("train.batch_size=0", "train.batch_size"),
+    ("train.max_length=0", "train.max_length"),
+    ("capture.boundaries=[2]", "capture.boundaries"),
+    ("drafter.num_attention_heads=7", "drafter.num_attention_heads"),
 ]
 
 
@@ -72,12 +76,25 @@ def test_prepare_runs_from_any_folder_and_writes_only_below_the_store(smollm2: P
     assert again.stdout == ended.stdout
 
 
+def test_a_record_that_is_there_twice_is_counted_and_kept_once(smollm2: Path, tmp_path: Path) -> None:
+    lines = ['{"prompt": "a"}', '{"prompt": "a"}', '{"id": "x", "prompt": "b"}', '{"id": "x", "prompt": "c"}']
+    (tmp_path / "p.jsonl").write_text("\n".join(lines))
+    ended = command("prepare", f"prompts.source={tmp_path}/p.jsonl", home=tmp_path / "home")
+    assert ended.returncode == 0, ended.stderr
+    (summary,) = (json.loads(path.read_text()) for path in (tmp_path / "home").rglob("summary.json"))
+    assert (summary["records"], summary["duplicates"], summary["prompts"], summary["bad"]) == (4, 1, 3, 0)
+    (unit,) = (tmp_path / "home").rglob("*.jsonl")
+    assert len({json.loads(line)["id"] for line in unit.read_text().splitlines()}) == 3  # one id, two texts: two ids
+
+
 def test_too_many_bad_records_stop_the_job(smollm2: Path, tmp_path: Path) -> None:
     (tmp_path / "p.jsonl").write_text('{"prompt": "a"}\n{"prompt": ""}\n')
     ended = command("prepare", f"prompts.source={tmp_path}/p.jsonl", home=tmp_path / "home")
     assert ended.returncode == 2
     assert "prompts.max_bad_share=0.05" in ended.stderr
     assert "1 of 2 records" in ended.stderr
+    again = command("prepare", f"prompts.source={tmp_path}/p.jsonl", home=tmp_path / "home")
+    assert (again.returncode, again.stderr) == (2, ended.stderr)  # what is prepared is not thereby accepted
     kept = command("prepare", f"prompts.source={tmp_path}/p.jsonl", "prompts.max_bad_share=0.5", home=tmp_path / "home")
     assert kept.returncode == 0
     assert "1 prompts, 1 bad records" in kept.stdout

@@ -14,7 +14,7 @@ from eagle3_ray.conversations import BadRecord, Conversation, join, parse, read_
 
 
 def users(record: object) -> list[str]:
-    return [message["content"] for message in parse(record).messages if message["role"] == "user"]
+    return [content for role, content in parse(record).messages if role == "user"]
 
 
 def test_the_three_formats_say_the_same() -> None:
@@ -95,10 +95,11 @@ def test_nothing_to_read_is_a_configuration_error(tmp_path, name: str) -> None:
 
 def test_segments_and_answers_join_to_what_the_template_renders(smollm2_tokenizer) -> None:
     tokenizer = smollm2_tokenizer
-    said = ({"role": "system", "content": "Be brief."}, *({"role": "user", "content": c} for c in ("One?", "Two?")))
+    said = (("system", "Be brief."), ("user", "One?"), ("user", "Two?"))
     first, second = segments(Conversation("a", "none", said), tokenizer, {})
     answer = tokenizer("Yes.", add_special_tokens=False)["input_ids"]
-    whole = [said[0], said[1], {"role": "assistant", "content": "Yes."}, said[2]]
+    turns = [said[0], said[1], ("assistant", "Yes."), said[2]]
+    whole = [{"role": role, "content": content} for role, content in turns]
     expected = tokenizer(
         tokenizer.apply_chat_template(whole, tokenize=False, add_generation_prompt=True), add_special_tokens=False
     )["input_ids"]
@@ -114,6 +115,6 @@ def test_a_template_that_rewrites_history_is_refused(smollm2_tokenizer) -> None:
             last = messages[-1]["content"]
             return f"[{len(messages)}]" + "".join(m["content"] for m in messages[:-1]) + last
 
-    said = tuple({"role": "user", "content": c} for c in ("One?", "Two?"))
+    said = (("user", "One?"), ("user", "Two?"))
     with pytest.raises(BadRecord, match="rewrites earlier turns"):
         segments(Conversation("a", "none", said), Forgetful(), {})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import subprocess
 from pathlib import Path
 
 import psutil
@@ -163,12 +162,11 @@ def test_a_tiny_llama_and_the_death_of_its_scheduler(tiny_llama_folder: Path, tm
     assert not engine.capture_dir.exists()
 
 
-def test_folders_of_dead_processes_are_removed(tmp_path: Path) -> None:
-    ended = subprocess.Popen(["true"])
-    ended.wait()
-    dead, alive = tmp_path / f"eagle3-ray-engine-{ended.pid}-x", tmp_path / f"eagle3-ray-engine-{os.getppid()}-x"
-    other = tmp_path / "eagle3-ray-engine-notes"
-    for folder in (dead, alive, other):
-        folder.mkdir()
-    mine = own_folder(tmp_path)
-    assert sorted(tmp_path.iterdir()) == sorted([alive, other, mine])
+def test_folders_of_dead_engines_are_removed(tmp_path: Path) -> None:
+    dead, dead_lock = own_folder(tmp_path)
+    alive, alive_lock = own_folder(tmp_path)
+    dead_lock.close()  # as the end of a process does
+    (tmp_path / "eagle3-ray-engine-notes").mkdir()
+    mine, _ = own_folder(tmp_path)
+    assert sorted(tmp_path.iterdir()) == sorted([alive, mine, tmp_path / "eagle3-ray-engine-notes"])
+    alive_lock.close()

@@ -23,7 +23,7 @@ SMALL = [
     "prompts.unit_size=4",
     "sampling.max_new_tokens=12",
     "evaluate.limit=6",
-    "evaluate.max_new_tokens=16",
+    "evaluate.max_new_tokens=40",
     "capture.boundaries=[2,15,27]",
     "train.steps=0",
     "run=job",
@@ -95,10 +95,12 @@ def test_the_summary_says_what_was_done(summary: dict, submit) -> None:
     assert summary["completion_tokens"] == sum(row["completion_tokens"] for row in summary["by_domain"].values())
     assert set(summary["seconds"]) == {"prepare", "extract", "train", "export", "evaluate", "total"}
     assert summary["versions"]["sglang"] == "0.5.23"
-    for engine in summary["engines"].values():
+    for engine in [*summary["engines"]["extract"], *summary["engines"]["evaluate"]]:
         assert engine["engine"] == "sglang.srt.entrypoints.engine.Engine"
-        assert engine["scheduler_pids"]
-    assert len(summary["engines"]["extract"]["hooked"]) == 1
+        assert len(engine["scheduler_pids"]) == 1
+    for engine in summary["engines"]["extract"]:
+        assert [len(hooks) for hooks in engine["hooked"].values()] == [2]
+    assert summary["engines"]["evaluate"][0]["hooked"] == {}
 
 
 def test_a_drafter_of_no_training_accepts_next_to_nothing(summary: dict) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRotaryEmbedding, rotate_half
 
-from eagle3_ray.config import ConfigError, DrafterConfig
+from eagle3_ray.config import ConfigError, DrafterConfig, check_drafter
 from eagle3_ray.drafter.attention import attend
 
 # The RoPE settings that transformers and SGLang read alike (tests compare their tables). A target with another type
@@ -37,16 +37,11 @@ def drafter_config(settings: DrafterConfig, target: dict[str, Any], num_aux: int
     """The drafter's config.json, whole but for the layer ids: `target` is the target's text config."""
     if num_aux < 2:
         raise ConfigError(f"capture.boundaries: {num_aux} given; SGLang applies fc only to two or more")
+    check_drafter(settings, target)
     hidden = int(target["hidden_size"])
     heads = settings.num_attention_heads or int(target["num_attention_heads"])
     kv_heads = settings.num_key_value_heads or int(target.get("num_key_value_heads") or heads)
     head_dim = settings.head_dim or target.get("head_dim") or hidden // heads
-    if hidden % heads:
-        raise ConfigError(f"drafter.num_attention_heads: {heads} does not divide the hidden size {hidden}")
-    if heads % kv_heads:
-        raise ConfigError(f"drafter.num_key_value_heads: {kv_heads} does not divide {heads} attention heads")
-    if head_dim % 2:
-        raise ConfigError(f"drafter.head_dim: {head_dim} is odd; RoPE needs an even one")
     config: dict[str, Any] = dict(
         architectures=["LlamaForCausalLMEagle3"],
         vocab_size=int(target["vocab_size"]),

@@ -45,9 +45,7 @@ class TargetEngine(ABC):
     info: dict[str, Any]  # class, version, scheduler pids, layer ids, what the plugin answered
 
     @abstractmethod
-    def generate(
-        self, prompts: Sequence[list[int]], sampling: SamplingConfig, seeds: Sequence[int] | None = None
-    ) -> list[Response]:
+    def generate(self, prompts: Sequence[list[int]], sampling: SamplingConfig) -> list[Response]:
         """Answer each prompt (token ids)."""
 
     @abstractmethod
@@ -69,9 +67,7 @@ class Answered:
     responses: list[Response]
 
 
-def answer(
-    engine: TargetEngine, segments: list[list[int]], sampling: SamplingConfig, context_length: int, seed: int = 0
-) -> Answered:
+def answer(engine: TargetEngine, segments: list[list[int]], sampling: SamplingConfig, context_length: int) -> Answered:
     """Answer a conversation turn by turn, each on the generated turns before it.
 
     `segments` are the ids before each answer (`conversations.segments`). The conversation ends early where the context
@@ -89,7 +85,7 @@ def answer(
                     f"context of {context_length}"
                 )
             break
-        (response,) = engine.generate([ids + added], sampling, [seed + len(responses)])
+        (response,) = engine.generate([ids + added], sampling)
         ids = ids + added + response.token_ids
         mask += [False] * len(added) + [True] * len(response.token_ids)
         responses.append(response)
@@ -100,14 +96,22 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
-def each(function: Callable[[Item], Result], items: Sequence[Item], threads: int) -> list[Result | RequestError]:
-    """Run `function` on every item, `threads` at a time and in order; a refused request is returned, not raised."""
+def each(
+    function: Callable[[Item], Result], items: Sequence[Item], threads: int, done: Callable[[int], None] | None = None
+) -> list[Result | RequestError]:
+    """Run `function` on every item, `threads` at a time and in order; a refused request is returned, not raised.
+
+    `done(1)` is called after each, in any thread.
+    """
 
     def attempt(item: Item) -> Result | RequestError:
         try:
             return function(item)
         except RequestError as error:
             return error
+        finally:
+            if done:
+                done(1)
 
     with ThreadPoolExecutor(max(1, min(threads, len(items)))) as pool:
         return list(pool.map(attempt, items))

@@ -8,6 +8,7 @@ travel on it: the scheduler writes them to shared memory (sglang_plugin.py) and 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import itertools
 import os
 import shutil
@@ -21,12 +22,20 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from multiprocessing import Pipe
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import psutil
 import torch
 
-from eagle3_ray.capture import CaptureSpec, engine_version, target_config, text_config
+from eagle3_ray.capture import (
+    CaptureSpec,
+    engine_args,
+    engine_version,
+    model_value,
+    target_config,
+    target_folder,
+    text_config,
+)
 from eagle3_ray.config import Config, HardwareConfig, SamplingConfig
 from eagle3_ray.engines.base import Captured, EngineError, RequestError, Response, TargetEngine
 from eagle3_ray.engines.sglang_plugin import FOLDER_VARIABLE
@@ -34,98 +43,98 @@ from eagle3_ray.engines.sglang_plugin import FOLDER_VARIABLE
 PLUGIN = "eagle3_ray"
 ENTRY_POINT = f"[sglang.srt.plugins]\n{PLUGIN} = eagle3_ray.engines.sglang_plugin:load\n"
 LOG_TAIL_LINES, LOG_LINE_WIDTH = 40, 400
+RESERVED = 6  # positions that SGLang 0.5.23 keeps free of a prompt (managers/utils.py)
 
 
 class SGLangEngine(TargetEngine):
-    """One `sglang.Engine`. With `spec` it captures as well as generates; with `serve_args` it serves a drafter."""
+    """One `sglang.Engine`. With `spec` it captures as well as generates; with `drafter_args` it serves a drafter."""
 
     def __init__(
-        self, config: Config, folder: Path, spec: CaptureSpec | None, serve_args: dict[str, Any] | None = None
+        self, config: Config, folder: Path, spec: CaptureSpec | None, drafter_args: dict[str, Any] | None = None
     ) -> None:
         self.spec, self.stall_timeout_s = spec, config.hardware.stall_timeout_s
         self.dtype = getattr(torch, config.engine.dtype)
-        self.scratch = own_folder(Path(tempfile.gettempdir()))
-        self.capture_dir = own_folder(Path(config.hardware.capture_dir))
+        self.scratch, self._scratch_lock = own_folder(Path(tempfile.gettempdir()))
+        self.capture_dir, self._capture_lock = own_folder(Path(config.hardware.capture_dir))
         self.log = self.scratch / "engine.log"
         self._numbers, self._sending, self._closing = itertools.count(), threading.Lock(), False
         self._pending: dict[int, Future[Any]] = {}
         self._failure: str | None = None
+        self._schedulers: list[psutil.Process] = []
         hardware = config.hardware
+        local = Path(config.target.path).expanduser().is_dir()
         args = {
-            "model_path": config.target.path if not Path(config.target.path).is_absolute() else str(folder),
+            "model_path": str(folder) if local else config.target.path,
             "revision": config.target.revision,
             "trust_remote_code": config.target.trust_remote_code,
             "skip_tokenizer_init": True,
             "dtype": config.engine.dtype,  # never "auto", which makes fp16 of fp32
-            "device": hardware.device,
-            "tp_size": hardware.tp_size,
             "random_seed": config.sampling.seed,
             "log_level": "info",
-            **hardware.args,
-            **(hardware.capture_args if spec else serve_args or {}),
-            **config.engine.args,
+            **engine_args(config, "capture" if spec else "serve"),
+            **(drafter_args or {}),
         }
-        self._start(hardware, {name: value for name, value in args.items() if value is not None}, config, folder)
+        self._start(hardware, args, config, folder)
 
     def _start(self, hardware: HardwareConfig, args: dict[str, Any], config: Config, folder: Path) -> None:
         self.connection, theirs = Pipe()
         with self.log.open("wb") as log, theirs:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "eagle3_ray.engines.sglang_child", str(theirs.fileno())],
-                env=engine_environment(hardware, self.scratch, self.capture_dir),
+                env=engine_environment(hardware, self.scratch, self.capture_dir if self.spec else None),
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
             )
-        self._send(
-            {
-                "args": args,
-                "folder": str(folder),
-                "boundaries": list(self.spec.boundaries) if self.spec else None,
-                "version": engine_version(config),
-                "capture_dir": str(self.capture_dir),
-                "scratch": str(self.scratch),
-            }
-        )
-        self.info: dict[str, Any] = {"scheduler_pids": []}
+        self.info: dict[str, Any] = {}
         try:
+            self._send(
+                {
+                    "args": args,
+                    "folder": str(folder),
+                    "boundaries": list(self.spec.boundaries) if self.spec else None,
+                    "version": engine_version(config),
+                    "capture_dir": str(self.capture_dir),
+                    "scratch": str(self.scratch),
+                }
+            )
             if not self.connection.poll(hardware.start_timeout_s):
                 raise EOFError(f"not up after hardware.start_timeout_s={hardware.start_timeout_s}")
             state, answer = self.connection.recv()
-        except (EOFError, OSError) as error:
+            if state == "ready":
+                self._schedulers = [psutil.Process(pid) for pid in answer["scheduler_pids"]]
+        except (EOFError, OSError, psutil.NoSuchProcess) as error:
             state, answer = "failed", str(error) or "the engine's process ended"
         if state != "ready":
             message = f"the engine did not start: {answer}\n{self._log_tail()}"
             self.close(grace_s=0.0)
             raise EngineError(message)
         self.info = answer | {"child_pid": self.process.pid}
-        self._schedulers = [psutil.Process(pid) for pid in self.info["scheduler_pids"]]
         self._heard = time.monotonic()
         self._listener = threading.Thread(target=self._listen, name="sglang-answers", daemon=True)
         self._listener.start()
 
-    def generate(
-        self, prompts: Sequence[list[int]], sampling: SamplingConfig, seeds: Sequence[int] | None = None
-    ) -> list[Response]:
-        futures = []
-        for prompt, seed in zip(prompts, seeds or [sampling.seed] * len(prompts), strict=True):
-            parameters = {
-                "max_new_tokens": sampling.max_new_tokens,
-                "temperature": sampling.temperature,
-                "top_p": sampling.top_p,
-                "top_k": sampling.top_k,
-            }
-            if sampling.temperature > 0:
-                parameters["sampling_seed"] = seed
-            futures.append(self._submit({"ids": list(prompt), "sampling": parameters}))
+    def generate(self, prompts: Sequence[list[int]], sampling: SamplingConfig) -> list[Response]:
+        parameters = {
+            "max_new_tokens": sampling.max_new_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+        }
+        futures = [self._submit({"ids": list(prompt), "sampling": parameters}) for prompt in prompts]
         responses = []
         for future in futures:
             ids, meta = future.result()
-            if meta["finish_reason"]["type"] not in ("stop", "length"):
-                raise RequestError(f"aborted: {meta['finish_reason']}")
+            reason = meta["finish_reason"]
+            if reason["type"] not in ("stop", "length"):
+                raise RequestError(f"aborted: {reason}")
+            if reason["type"] == "length" and len(ids) < sampling.max_new_tokens:  # SGLang clips in silence
+                raise RequestError(
+                    f"cut at {len(ids)} tokens, before sampling.max_new_tokens={sampling.max_new_tokens}"
+                )
             speculation = {name: value for name, value in meta.items() if name.startswith("spec_")}
-            responses.append(Response(list(ids), meta["finish_reason"]["type"], speculation))
+            responses.append(Response(list(ids), reason["type"], speculation))
         return responses
 
     def capture(self, sequences: Sequence[list[int]]) -> list[Captured]:
@@ -150,7 +159,7 @@ class SGLangEngine(TargetEngine):
         """End the engine's processes, the child first; then its files."""
         self._closing = True
         self.connection.close()  # the child sees the end of the pipe and shuts its engine down
-        kill_tree(self.process, grace_s)
+        kill_tree(self.process, self._schedulers, grace_s)
         shutil.rmtree(self.capture_dir, ignore_errors=True)
         shutil.rmtree(self.scratch, ignore_errors=True)
 
@@ -176,18 +185,23 @@ class SGLangEngine(TargetEngine):
 
     def _listen(self) -> None:
         """Hand answers to their futures until the engine ends or stalls."""
+        watched = time.monotonic()
         while not self._closing:
             try:
-                if not self.connection.poll(1.0):
+                if time.monotonic() - watched > 1.0:  # also while other schedulers answer
+                    watched = time.monotonic()
                     reason = self._watch()
                     if reason:
                         return self._fail(reason)
+                if not self.connection.poll(1.0):
                     continue
                 number, state, answer = self.connection.recv()
             except (EOFError, OSError, TypeError):  # TypeError: closed by close() while polling
                 return self._fail("the engine's process ended")
             self._heard = time.monotonic()
-            future = self._pending.pop(number)
+            future = self._pending.pop(number, None)
+            if future is None:  # failed meanwhile, by another thread
+                continue
             if state == "done":
                 future.set_result(answer)
             else:
@@ -207,7 +221,7 @@ class SGLangEngine(TargetEngine):
             reason = "closed"
         elif self._failure is None:
             self._failure = reason
-            kill_tree(self.process, grace_s=0.0)
+            kill_tree(self.process, self._schedulers, grace_s=0.0)
         message = f"the engine failed: {reason}\n{self._log_tail()}"
         for number in list(self._pending):
             future = self._pending.pop(number, None)
@@ -245,8 +259,9 @@ def engine_environment(hardware: HardwareConfig, scratch: Path, capture_dir: Pat
     return environment
 
 
-def ask_layer_ids(config: Config, folder: Path, boundaries: Sequence[int]) -> list[int]:
+def ask_layer_ids(config: Config, boundaries: Sequence[int]) -> list[int]:
     """`capture.sglang_layer_ids`, asked in a process with the engine's environment."""
+    folder = target_folder(config.target)
     with tempfile.TemporaryDirectory(prefix="eagle3-ray-") as scratch:
         asked = subprocess.run(
             [sys.executable, "-m", "eagle3_ray.engines.layer_ids", str(folder), *map(str, boundaries)]
@@ -260,21 +275,30 @@ def ask_layer_ids(config: Config, folder: Path, boundaries: Sequence[int]) -> li
     return [int(word) for word in asked.stdout.split()[-len(boundaries) :]]
 
 
-def own_folder(parent: Path) -> Path:
-    """A new folder named after this process; those of processes that died without cleaning up are removed."""
-    for folder in parent.glob("eagle3-ray-engine-*"):
-        owner = folder.name.split("-")[3]
-        if owner.isdecimal() and not psutil.pid_exists(int(owner)):
-            shutil.rmtree(folder, ignore_errors=True)
-    return Path(tempfile.mkdtemp(prefix=f"eagle3-ray-engine-{os.getpid()}-", dir=parent))
+def own_folder(parent: Path) -> tuple[Path, IO[bytes]]:
+    """A new folder, and the lock that says it is in use; folders whose owner died without cleaning up are removed.
+
+    A lock and not a pid: containers may share /dev/shm without sharing pids.
+    """
+    for lock in parent.glob("eagle3-ray-engine-*/lock"):
+        with contextlib.suppress(OSError), lock.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # BlockingIOError: its owner lives
+            shutil.rmtree(lock.parent, ignore_errors=True)
+    folder = Path(tempfile.mkdtemp(prefix="eagle3-ray-engine-", dir=parent))
+    mine = (folder / "new").open("wb")
+    fcntl.flock(mine, fcntl.LOCK_EX)
+    os.rename(folder / "new", folder / "lock")  # seen only when it is held
+    return folder, mine
 
 
-def kill_tree(process: subprocess.Popen[bytes], grace_s: float) -> None:
-    """End a child and all that it started, waiting `grace_s` for it to end by itself."""
-    try:
-        family = psutil.Process(process.pid).children(recursive=True)
-    except psutil.NoSuchProcess:
-        family = []
+def kill_tree(process: subprocess.Popen[bytes], schedulers: list[psutil.Process], grace_s: float) -> None:
+    """End a child and all that it started, waiting `grace_s` for it to end by itself.
+
+    `schedulers` are named because they are nobody's children any more once the child is dead.
+    """
+    family = list(schedulers)
+    with contextlib.suppress(psutil.NoSuchProcess):
+        family += psutil.Process(process.pid).children(recursive=True)
     try:
         process.wait(grace_s)
     except subprocess.TimeoutExpired:
@@ -297,6 +321,7 @@ def is_alive(process: psutil.Process) -> bool:
 
 
 def context_length(config: Config, folder: Path) -> int:
-    """Tokens that prompt and answer may have together."""
-    args = {**config.hardware.args, **config.engine.args}
-    return int(args.get("context_length") or text_config(target_config(folder))["max_position_embeddings"])
+    """Tokens that prompt and answer may have together, so that SGLang also takes them as a prompt."""
+    model = text_config(target_config(folder))
+    room = engine_args(config, "capture").get("context_length") or model_value(model, "max_position_embeddings")
+    return int(room) - RESERVED

@@ -11,7 +11,6 @@ import json
 import os
 import shutil
 import sys
-import time
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -65,17 +64,15 @@ def start(setup: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     return engine, info
 
 
-def _plugin_answers(folder: Path, pids: list[int], timeout_s: float = 10.0) -> dict[str, list[str]]:
-    """What the plugin in each scheduler hooked; RuntimeError unless every scheduler hooked everything."""
+def _plugin_answers(folder: Path, pids: list[int]) -> dict[str, list[str]]:
+    """What the plugin in each scheduler hooked; RuntimeError unless every scheduler hooked everything.
+
+    A scheduler answers before it says that it is up, so all answers are there.
+    """
     from eagle3_ray.engines.sglang_plugin import HOOKS
 
-    answers: dict[str, list[str]] = {}
-    deadline = time.monotonic() + timeout_s
-    while len(answers) < len(pids) and time.monotonic() < deadline:
-        for pid in pids:
-            if (folder / f"{pid}.hooked").exists():
-                answers[str(pid)] = json.loads((folder / f"{pid}.hooked").read_text())
-        time.sleep(0.05)
+    paths = {str(pid): folder / f"{pid}.hooked" for pid in pids}
+    answers = {pid: json.loads(path.read_text()) for pid, path in paths.items() if path.exists()}
     for pid in pids:
         missing = [hook for hook in HOOKS if hook not in answers.get(str(pid), [])]
         if missing:

@@ -10,8 +10,9 @@ nothing, since an entry point loads in every SGLang of its environment. Two hook
                                                 appends a request's rows to <folder>/<rid>.rows, chunk by chunk; the
                                                 stock code would make nested Python lists of them
 
-A row is [A*H + H] numbers of the engine's dtype. SGLang only logs a plugin's errors, so every scheduler answers with
-the targets that it really hooked, in <folder>/<pid>.hooked; the engine refuses to start without.
+A row is [A*H + H] numbers of the engine's dtype. SGLang only logs a plugin's errors, so a third hook, on the report of
+the scheduler that it is up, answers with the targets that really hold our hooks, in <folder>/<pid>.hooked; without it,
+or with one missing, the engine refuses to start.
 """
 
 from __future__ import annotations
@@ -26,35 +27,45 @@ TO_APPEND = (
     "sglang.srt.managers.scheduler_components.batch_result_processor"
     ".SchedulerBatchResultProcessor._append_prefill_hidden_states"
 )
+TO_ANSWER = "sglang.srt.managers.scheduler.Scheduler.get_init_info"
 HOOKS = (TO_STORE, TO_APPEND)
 
 
 def load() -> None:
-    """The entry point: register both hooks, apply them, and answer."""
-    folder = os.environ.get(FOLDER_VARIABLE)
-    if not folder:
+    """The entry point. SGLang applies the hooks when all plugins are loaded."""
+    if not os.environ.get(FOLDER_VARIABLE):
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register(TO_STORE, with_last_hidden, HookType.AROUND)
     HookRegistry.register(TO_APPEND, rows_to_file, HookType.AROUND)
-    HookRegistry.apply_hooks()  # SGLang applies them after this call; applied twice is applied once
-    hooked = [target for target in HOOKS if _is_hooked(target)]
-    answer = os.path.join(folder, f"{os.getpid()}.hooked")
-    with open(answer + ".tmp", "w") as file:
+    HookRegistry.register(TO_ANSWER, answer, HookType.AFTER)
+
+
+def answer(result: Any, scheduler: Any) -> None:
+    """Write down, when the scheduler says that it is up, which targets hold our hooks."""
+    hooked = [
+        target for target, hook in zip(HOOKS, (with_last_hidden, rows_to_file), strict=True) if _holds(target, hook)
+    ]
+    path = os.path.join(os.environ[FOLDER_VARIABLE], f"{os.getpid()}.hooked")
+    with open(path + ".tmp", "w") as file:
         json.dump(hooked, file)
-    os.replace(answer + ".tmp", answer)
+    os.replace(path + ".tmp", path)
 
 
-def _is_hooked(target: str) -> bool:
-    """Whether the function at `target` now is a wrapper around one of ours."""
+def _holds(target: str, hook: Any) -> bool:
+    """Whether a wrapper of the function at `target`, however deep, calls `hook`."""
     import pkgutil
 
     try:
         function = pkgutil.resolve_name(target)
     except (ImportError, AttributeError):
         return False
-    return hasattr(function, "__wrapped__")
+    while function is not None:
+        if any(cell.cell_contents is hook for cell in getattr(function, "__closure__", None) or ()):
+            return True
+        function = getattr(function, "__wrapped__", None)
+    return False
 
 
 def with_last_hidden(original: Any, self: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import GenerationConfig
 
 from eagle3_ray.capture import CaptureSpec, engine_version, target_config, text_config
 from eagle3_ray.config import Config, SamplingConfig
@@ -38,36 +39,29 @@ class TransformersEngine(TargetEngine):
             "hooked": {},
         }
         self._lock = threading.Lock()
+        ends = self.model.generation_config.eos_token_id
+        self.ends = ends if isinstance(ends, list) else [ends]
+        torch.manual_seed(config.sampling.seed)
 
-    def generate(
-        self, prompts: Sequence[list[int]], sampling: SamplingConfig, seeds: Sequence[int] | None = None
-    ) -> list[Response]:
-        return [
-            self._generate(prompt, sampling, seed)
-            for prompt, seed in zip(prompts, seeds or [sampling.seed] * len(prompts), strict=True)
-        ]
+    def generate(self, prompts: Sequence[list[int]], sampling: SamplingConfig) -> list[Response]:
+        return [self._generate(prompt, sampling) for prompt in prompts]
 
-    def _generate(self, prompt: list[int], sampling: SamplingConfig, seed: int) -> Response:
+    def _generate(self, prompt: list[int], sampling: SamplingConfig) -> Response:
         if not prompt or len(prompt) + sampling.max_new_tokens > self.context_length:
             raise RequestError(f"a prompt of {len(prompt)} tokens does not fit the context of {self.context_length}")
-        options: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+        options: dict[str, Any] = {"do_sample": False}
         if sampling.temperature > 0:
             top_k = sampling.top_k if sampling.top_k > 0 else 0
             options = {"do_sample": True, "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": top_k}
+        # Nothing else of the target's generation_config: its penalties are not applied by SGLang either
+        generation = GenerationConfig(
+            max_new_tokens=sampling.max_new_tokens, eos_token_id=self.ends, pad_token_id=self.ends[0], **options
+        )
         with self._lock, torch.inference_mode():
-            torch.manual_seed(seed)
             ids = torch.tensor([prompt], device=self.model.device)  # [1, T]
-            output = self.model.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=sampling.max_new_tokens,
-                pad_token_id=self.model.generation_config.pad_token_id or 0,
-                **options,
-            )
+            output = self.model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=generation)
         answer = output[0, len(prompt) :].tolist()
-        ends = self.model.generation_config.eos_token_id
-        ends = ends if isinstance(ends, list) else [ends]
-        return Response(answer, "stop" if answer and answer[-1] in ends else "length")
+        return Response(answer, "stop" if answer and answer[-1] in self.ends else "length")
 
     def capture(self, sequences: Sequence[list[int]]) -> list[Captured]:
         return [self._capture(ids) for ids in sequences]

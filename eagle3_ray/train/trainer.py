@@ -30,7 +30,7 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from eagle3_ray.capture import target_config, target_folder, text_config
-from eagle3_ray.config import Config, ConfigError
+from eagle3_ray.config import PLACEMENT, Config, ConfigError
 from eagle3_ray.drafter.checkpoint import export
 from eagle3_ray.drafter.loss import Metrics
 from eagle3_ray.drafter.model import Drafter, drafter_config
@@ -43,8 +43,6 @@ from eagle3_ray.store.shards import ShardReader
 from eagle3_ray.train.features import stream
 from eagle3_ray.train.loop import Training
 
-# What changes how training runs, but not what comes of it
-PLACEMENT = {"num_workers", "use_gpu", "cpus_per_worker", "checkpoint_every", "max_failures"}
 KEPT = 2  # checkpoints to resume from
 RECENT = 50  # steps that the printed and final metrics are the mean of
 
@@ -193,7 +191,9 @@ def _storage(files: Filesystem, prefix: str) -> dict[str, Any]:
     scheme, _, path = files.url(prefix).partition("://")
     return {
         "storage_path": path,
-        "storage_filesystem": PyFileSystem(FSSpecHandler(fsspec.filesystem(scheme, **files.storage_options))),
+        "storage_filesystem": PyFileSystem(
+            FSSpecHandler(fsspec.filesystem(scheme, use_listings_cache=False, **files.storage_options))
+        ),
     }
 
 
