@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -54,7 +55,7 @@ FEATURES = ["capture.boundaries=[1,2,3]", "capture.dtype=float32", "engine.dtype
 RESPONSES += ["+engine.args.context_length=1024"]
 FEATURES += ["+engine.args.decode_attention_backend=torch_native", "+hardware.env.NCCL_ALGO=Ring"]
 FEATURES += ["engine.version=0.5.22", "+engine.args.kv_cache_dtype=fp8_e4m3", "engine=transformers"]
-FEATURES += ["+hardware.capture_args.attention_backend=intel_amx", "hardware.device=cuda"]
+FEATURES += ["+hardware.capture_args.attention_backend=intel_amx", "hardware=gpu1"]
 NEITHER = ["hardware.args.mem_fraction_static=0.3", "hardware.max_inflight=3", "store.shard_bytes=1000"]
 
 
@@ -79,11 +80,20 @@ def test_a_changed_target_file_is_another_target(tiny_llama_folder: Path, tmp_pa
     for file in tiny_llama_folder.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     before = describe_target(config.target, tmp_path)
-    data = bytearray((tmp_path / name).read_bytes())
-    at = len(data) // 2 if name == "model.safetensors" else -1
-    data[at] ^= 1
-    (tmp_path / name).write_bytes(bytes(data))
-    assert fingerprint(describe_target(config.target, tmp_path)) != fingerprint(before)
+    data = (tmp_path / name).read_bytes()
+    for at in tensor_middles(data) if name == "model.safetensors" else [len(data) - 1]:
+        changed = bytearray(data)
+        changed[at] ^= 1
+        (tmp_path / name).write_bytes(changed)
+        assert fingerprint(describe_target(config.target, tmp_path)) != fingerprint(before)
+
+
+def tensor_middles(data: bytes) -> list[int]:
+    """The middle byte of every tensor in a safetensors file: the digest samples there."""
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    spans = [tensor["data_offsets"] for name, tensor in header.items() if name != "__metadata__"]
+    return [8 + length + (begin + end) // 2 for begin, end in spans]
 
 
 def test_a_folder_without_a_target_is_refused(tmp_path: Path) -> None:

@@ -125,7 +125,7 @@ def test_a_prompt_without_room_is_a_status_and_not_the_end(line) -> None:
     commit = run.responses(corpus.fingerprint)[0].read_commit("000000")
     assert commit.samples == []
     assert {failure["id"] for failure in commit.facts["failed"]} == {"p0", "p1"}
-    assert "exceed the context of 2048" in commit.facts["failed"][0]["reason"]
+    assert "exceed the context of 2042" in commit.facts["failed"][0]["reason"]
 
 
 def test_states_that_are_not_finite_are_a_status(line, monkeypatch) -> None:
