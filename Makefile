@@ -23,8 +23,8 @@ demo: setup
 test: lint
 	$(VENV)/bin/python -m pytest -q tests -m "not full"
 
-test-full: lint
-	$(VENV)/bin/python -m pytest -q tests
+test-full: test
+	$(VENV)/bin/python -m pytest -q tests -m full
 
 lint: setup
 	$(VENV)/bin/ruff check .

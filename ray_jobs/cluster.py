@@ -22,6 +22,7 @@ def cluster(config: ClusterConfig) -> Iterator[None]:
         address="local" if own else config.address,
         num_cpus=config.num_cpus if own else None,
         logging_level=logging.WARNING,
+        runtime_env={"env_vars": {"GOMP_SPINCOUNT": "5000"}} if own else None,  # see conf/hardware/cpu.yaml
     )
     try:
         yield
