@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
-from conftest import compose
+from conftest import ROOT, compose
 
 from eagle3_ray.config import SamplingConfig
 from eagle3_ray.engines import start_engine
 from eagle3_ray.engines.base import EngineError, RequestError, answer, each
-from eagle3_ray.engines.sglang import SGLangEngine, is_alive, own_folder
+from eagle3_ray.engines.sglang import SGLangEngine, engine_environment, is_alive, own_folder
 from eagle3_ray.engines.sglang_plugin import HOOKS
 from eagle3_ray.engines.transformers import TransformersEngine
 from eagle3_ray.run import Run, open_run
@@ -131,6 +134,27 @@ def test_without_the_plugin_no_engine_is_ready(tiny_llama_folder, tmp_path, monk
     run = open_run(compose(f"target.path={tiny_llama_folder}", f"store.root={tmp_path}"))
     with pytest.raises(EngineError, match="the capture plugin did not hook sglang.srt.layers.logits_processor"):
         start_engine(run.config, run.folder, run.spec)
+
+
+def test_sglang_finds_the_plugin_where_the_package_is_only_a_working_directory(tmp_path) -> None:
+    """As under `ray job submit`: what SGLang looks for is package metadata, and no install wrote any."""
+    code = tmp_path / "job"
+    shutil.copytree(ROOT / "eagle3_ray", code / "eagle3_ray")
+    (tmp_path / "scratch").mkdir()
+    environment = engine_environment(compose().hardware, tmp_path / "scratch")
+    environment["PYTHONPATH"] = os.pathsep.join([str(code), str(tmp_path / "scratch")])
+    script = """
+from importlib.metadata import entry_points
+(found,) = [e for e in entry_points(group="sglang.srt.plugins") if e.dist.name == "eagle3-ray-plugin"]
+print(found.name, found.load().__module__, found.load().__code__.co_filename)
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", script], env=environment, cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    name, module, file = ended.stdout.split()
+    assert (name, module) == ("eagle3_ray", "eagle3_ray.engines.sglang_plugin")
+    assert Path(file).is_relative_to(code)
+    assert "eagle3_ray" in environment.get("SGLANG_PLUGINS", "eagle3_ray").split(",")
 
 
 def test_another_version_than_the_configured_one_is_refused(tiny_llama_folder, tmp_path) -> None:

@@ -11,8 +11,11 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 from conftest import ROOT
+from ray.job_submission import JobSubmissionClient
+from tenacity import Retrying, stop_after_delay, wait_fixed
 
 from eagle3_ray.drafter.checkpoint import load
 
@@ -53,15 +56,15 @@ def submit(tmp_path_factory: pytest.TempPathFactory) -> Iterator:
     }
     environment.pop("PYTHONPATH", None)
     head = {name: value for name, value in environment.items() if name != "RAY_ADDRESS"}
-    started = subprocess.run(
-        [RAY, "start", "--head", "--node-ip-address=127.0.0.1", f"--port={free_port()}", "--num-cpus=4"]
+    log = (folder / "head.log").open("wb")
+    started = subprocess.Popen(
+        [RAY, "start", "--head", "--block", "--node-ip-address=127.0.0.1", f"--port={free_port()}", "--num-cpus=4"]
         + [f"--dashboard-port={dashboard}", "--dashboard-host=127.0.0.1", "--disable-usage-stats"],
         env=head,
         cwd=folder,
-        capture_output=True,
-        text=True,
+        stdout=log,
+        stderr=subprocess.STDOUT,
     )
-    assert started.returncode == 0, started.stdout + started.stderr
 
     def run(stage: str, *overrides: str) -> subprocess.CompletedProcess[str]:
         command = ["python", "-m", f"ray_jobs.{stage}", *overrides, f"store.root={folder}/store"]
@@ -74,9 +77,25 @@ def submit(tmp_path_factory: pytest.TempPathFactory) -> Iterator:
         )
 
     run.store = folder / "store"
-    yield run
-    subprocess.run([RAY, "stop", "--force"], env=head, capture_output=True)
-    shutil.rmtree(environment["RAY_TMPDIR"], ignore_errors=True)
+    try:
+        wait_for_jobs(environment["RAY_ADDRESS"])
+        yield run
+    finally:  # this head and no other: `ray stop` would end every Ray on the machine
+        family = [psutil.Process(started.pid), *psutil.Process(started.pid).children(recursive=True)]
+        started.terminate()
+        _, alive = psutil.wait_procs(family, timeout=20)
+        for process in alive:
+            process.kill()
+        started.wait()
+        log.close()
+        shutil.rmtree(environment["RAY_TMPDIR"], ignore_errors=True)
+
+
+def wait_for_jobs(address: str) -> None:
+    """Until the head takes a job: its dashboard is up before its agent is."""
+    for attempt in Retrying(stop=stop_after_delay(180), wait=wait_fixed(1), reraise=True):
+        with attempt:
+            JobSubmissionClient(address).submit_job(entrypoint="true")
 
 
 @pytest.fixture(scope="module")
