@@ -49,6 +49,7 @@ def submit(tmp_path_factory: pytest.TempPathFactory) -> Iterator:
     dashboard = free_port()
     environment = {
         **os.environ,
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",  # jobs call plain `python`
         "RAY_AUTH_MODE": "disabled",  # a head on loopback, for this test alone
         "RAY_TMPDIR": str(Path("/tmp") / f"ray-{os.getpid()}"),  # sockets need short paths
         "RAY_ADDRESS": f"http://127.0.0.1:{dashboard}",
