@@ -16,8 +16,6 @@ from eagle3_ray.config import ClusterConfig
 def cluster(config: ClusterConfig) -> Iterator[None]:
     """Ray, as `config` says: the job's cluster inside `ray job submit`, one that runs, or one of our own."""
     own = config.address is None and "RAY_ADDRESS" not in os.environ
-    if own:  # it takes work from nobody else; said outright, since Ray decides by what an earlier run left behind
-        os.environ.setdefault("RAY_AUTH_MODE", "token")
     ray.init(
         address="local" if own else config.address,
         num_cpus=config.num_cpus if own else None,
