@@ -312,6 +312,7 @@ def kill_worker_after(path: Path, killed: list[int]) -> None:
                 return
 
 
+@pytest.mark.full
 def test_a_worker_killed_among_two_changes_nothing(tmp_path: Path, ray_up: None):
     config, features = stage(tmp_path, steps=60, checkpoint_every=15, num_workers=2)
     killed: list[int] = []
