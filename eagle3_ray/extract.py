@@ -132,7 +132,8 @@ def _rows(run: Run, corpus: Corpus, todo: list[str]) -> Iterator[dict[str, Any]]
         Extractor,
         fn_constructor_kwargs={"run": run, "corpus": corpus},
         batch_size=1,
-        compute=ray.data.ActorPoolStrategy(size=min(hardware.num_actors, len(todo))),
+        # One unit an actor: with more in flight, the first actor that is up takes the units that the others wait for
+        compute=ray.data.ActorPoolStrategy(size=min(hardware.num_actors, len(todo)), max_tasks_in_flight_per_actor=1),
         num_cpus=hardware.cpus_per_actor,
         num_gpus=hardware.gpus_per_actor or None,
         max_restarts=3,
