@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from test_cli import command
 
 
+@pytest.mark.full
 def test_stages_run_alone_and_in_order(tiny_llama_folder: Path, tmp_path: Path) -> None:
     (tmp_path / "p.jsonl").write_text("".join(json.dumps({"prompt": f"Say {i}"}) + "\n" for i in range(6)))
     settings = ["engine=transformers", f"target.path={tiny_llama_folder}", f"prompts.source={tmp_path}/p.jsonl"]
