@@ -73,7 +73,8 @@ def initialise(drafter: Drafter, pieces: TargetPieces, seed: int) -> None:
     """A drafter that starts as the target without the layers above its top boundary.
 
     fc passes the top boundary on, the layer adds nothing yet, and norm and head are the target's. The other weights are
-    normal with the target's usual deviation. On 120k tokens of SmolLM2 this start was worth 0.09 of accept length.
+    normal with the target's usual deviation. On 120k tokens of SmolLM2 this start, with
+    smaller batches and a higher rate, was worth 0.09 of the mean prefix hits.
     """
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in drafter.named_parameters():
