@@ -32,6 +32,7 @@ TOKENIZER_FILES = (
 # ServerArgs and variables that change how fast an engine runs, never what it computes
 SPEED_ARGS = {"log_level", "max_total_tokens", "mem_fraction_static", "max_running_requests", "cuda_graph_max_bs"}
 SPEED_ARGS |= {"GOMP_SPINCOUNT", "OMP_NUM_THREADS"}
+CAPTURE_VERSION = "2"  # of our own capture code, engines/sglang_plugin.py above all: another one, other values
 WINDOW_BYTES = 4096  # of each weight tensor that goes into the target's digest
 
 
@@ -140,6 +141,7 @@ def capture_description(
         "engine": config.engine.name,
         "engine_version": version,
         "engine_dtype": config.engine.dtype,
+        "capture_version": CAPTURE_VERSION,
         **deciding_args(config, "capture"),
         "boundaries": list(spec.boundaries),
         "dtype": spec.dtype,

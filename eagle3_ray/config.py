@@ -79,8 +79,8 @@ class HardwareConfig:
     cpus_per_actor: int = 1
     gpus_per_actor: int = 0
     max_inflight: int = 256  # requests kept in one engine at a time while it generates
-    max_captures: int = 16  # sequences whose states may wait in capture_dir at a time
     capture_dir: str = "/dev/shm"  # where the scheduler hands rows to the actor: memory, not disk
+    capture_bytes: int = 4 * 2**30  # rows that may lie there at a time; further captures wait
     start_timeout_s: float = 3600.0  # an engine that is not up by then has failed
     stall_timeout_s: float = 1800.0  # no request answered for so long: the engine has failed
     args: dict[str, Any] = field(default_factory=dict)  # sglang ServerArgs of every engine on this hardware

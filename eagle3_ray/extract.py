@@ -1,9 +1,10 @@
 """The Ray Data stage: an actor pool, one engine an actor, that answers the prompts and then captures the states.
 
 A row of the data set names one response unit. Its actor generates and commits the responses, cuts them by bytes into
-capture units, and captures and commits those. What is committed is never done again, so a unit may come back at any
-time: after a crash it costs what was in flight. Tensors stay in the actor, which writes its shards itself; the rows
-that come back through Ray say only what was done.
+capture units, and captures and commits those. An actor has two units at work, so that the engine's batch stays full
+while one of them ends. What is committed is never done again, so a unit may come back at any time: after a crash it
+costs what was in flight. Tensors stay in the actor, which writes its shards itself; the rows that come back through Ray
+say only what was done.
 """
 
 from __future__ import annotations
@@ -12,21 +13,25 @@ import json
 import logging
 import shutil
 import tempfile
+import threading
 import time
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import ray
 import torch
-from tenacity import Retrying, retry_if_exception_type, stop_after_attempt
 
+from eagle3_ray.attempts import Attempts
 from eagle3_ray.engines import start_engine
-from eagle3_ray.engines.base import EngineError, RequestError, TargetEngine, answer, each
+from eagle3_ray.engines.base import EngineError, RequestError, TargetEngine, answer
 from eagle3_ray.engines.sglang import context_length
-from eagle3_ray.prepare import Corpus, Prompt
+from eagle3_ray.prepare import Corpus
+from eagle3_ray.probe import check_norms, probe, probe_sequences
 from eagle3_ray.progress import Progress
 from eagle3_ray.run import Run
 from eagle3_ray.store.commits import Commit, Units
@@ -39,7 +44,9 @@ from eagle3_ray.store.shards import (
     write_responses,
 )
 
-ATTEMPTS = 3  # engine starts that one unit may cost
+UNITS = 2  # that one actor works at once
+FAILED_STARTS = 3  # engine starts in a row that may fail
+BARREN_CRASHES = 12  # deaths of engines in a row, with nothing done between two: more than it takes to find one sample
 
 
 class ExtractError(RuntimeError):
@@ -57,18 +64,18 @@ def extract(run: Run, corpus: Corpus) -> dict[str, Any]:
     features, description = run.features(corpus.fingerprint)
     features.describe(description | {"shard_bytes": run.config.store.shard_bytes})
     todo = _missing_units(run, corpus, responses, features)
-    worked = []
+    worked: list[dict[str, Any]] = []
     if todo:
         progress = Progress("extract", len(corpus.units), "units", done=len(corpus.units) - len(todo))
         for row in _rows(run, corpus, todo):
             worked.append(row)
             progress.add(1, f"{row['samples']} samples, {row['tokens']} tokens")
+            if sum(row["failed"] for row in worked) > run.config.prompts.max_bad_share * corpus.summary["prompts"]:
+                break  # checked below
     summary = _summary(run, corpus, responses, features)
     if worked:
         summary |= {
             "seconds": round(time.monotonic() - start, 1),
-            "generate_seconds": round(sum(row["generate_seconds"] for row in worked), 1),
-            "capture_seconds": round(sum(row["capture_seconds"] for row in worked), 1),
             "engine_starts": sum(row["engine_starts"] for row in worked),
         }
         run.write_json(f"{features.folder}/summary.json", summary)
@@ -128,12 +135,18 @@ def _rows(run: Run, corpus: Corpus, todo: list[str]) -> Iterator[dict[str, Any]]
     # `max_restarts` can be given in no other way until Ray 2.64
     warnings.filterwarnings("ignore", message=".*ray_remote_args.*")
     hardware = run.config.hardware
+    actors = min(hardware.num_actors, len(todo))
+    units = min(UNITS, len(todo) // actors)  # with more, the first actor that is up takes what the others wait for
     dataset = ray.data.from_items([{"unit": unit} for unit in todo], override_num_blocks=len(todo)).map_batches(
         Extractor,
         fn_constructor_kwargs={"run": run, "corpus": corpus},
         batch_size=1,
-        # One unit an actor: with more in flight, the first actor that is up takes the units that the others wait for
-        compute=ray.data.ActorPoolStrategy(size=min(hardware.num_actors, len(todo)), max_tasks_in_flight_per_actor=1),
+        compute=ray.data.ActorPoolStrategy(
+            size=actors,
+            max_tasks_in_flight_per_actor=units,
+            max_concurrent_calls_per_actor=units,
+            enable_true_multi_threading=True,
+        ),
         num_cpus=hardware.cpus_per_actor,
         num_gpus=hardware.gpus_per_actor or None,
         max_restarts=3,
@@ -143,7 +156,8 @@ def _rows(run: Run, corpus: Corpus, todo: list[str]) -> Iterator[dict[str, Any]]
 
 
 class Extractor:
-    """One actor of the pool. The engine starts with the first unit and again after a failure."""
+    """One actor of the pool, called with a unit from several threads at once. They share one engine, which starts with
+    the first request and again after it died."""
 
     def __init__(self, run: Run, corpus: Corpus) -> None:
         self.engine: TargetEngine | None = None
@@ -152,61 +166,49 @@ class Extractor:
         self.responses, _ = run.responses(corpus.fingerprint)
         self.features, _ = run.features(corpus.fingerprint)
         self.context_length = context_length(run.config, run.folder)
-        self.starts = 0
+        self.starts = self.told_starts = self.crashes_in_a_row = 0
+        self.info: dict[str, Any] = {}  # of the last engine, its probe included
+        self.changing = threading.Lock()  # of self.engine
+        self.suspects = threading.Lock()  # one suspected sample at a time, or two units would blame each other
+        # Two queues: a capture must not wait behind all the generation of the next unit
+        inflight = run.config.hardware.max_inflight
+        self.generating, self.capturing = ThreadPoolExecutor(inflight), ThreadPoolExecutor(inflight)
 
     def __del__(self) -> None:
         """Ray Data drops the instance when the pool ends."""
         if self.engine is not None:
             self.engine.close()
+        self.generating.shutdown(wait=False)
+        self.capturing.shutdown(wait=False)
         shutil.rmtree(self.cache, ignore_errors=True)
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, list[Any]]:
         (unit,) = [str(unit) for unit in batch["unit"]]
-        before = self.starts
-        for attempt in Retrying(
-            retry=retry_if_exception_type(EngineError), stop=stop_after_attempt(ATTEMPTS), reraise=True
-        ):
-            with attempt:
-                row = self._unit(unit)
-        row["engine_starts"] = self.starts - before
-        return {name: [value] for name, value in row.items()}
-
-    def _unit(self, unit: str) -> dict[str, Any]:
-        try:
-            begin = time.monotonic()
-            if unit not in self.responses.committed():
-                self._generate(unit)
-            generated = time.monotonic()
-            commit = self.responses.read_commit(unit)
-            captured = set(self.features.committed())
-            for name, numbers in capture_units(self.run, commit):
-                if name not in captured:
-                    self._capture(name, commit, numbers)
-        except EngineError:
-            if self.engine is not None:
-                self.engine.close()
-                self.engine = None
-            raise
-        return {
+        if unit not in self.responses.committed():
+            self._generate(unit)
+        commit = self.responses.read_commit(unit)
+        failed = len(commit.facts["failed"])
+        captured = set(self.features.committed())
+        for name, numbers in capture_units(self.run, commit):
+            if name not in captured:
+                failed += self._capture(name, commit, numbers)
+        with self.changing:
+            starts, self.told_starts = self.starts - self.told_starts, self.starts
+        row = {
             "unit": unit,
             "samples": len(commit.samples),
+            "failed": failed,
             "tokens": sum(sample["tokens"] for sample in commit.samples),
-            "generate_seconds": generated - begin,
-            "capture_seconds": time.monotonic() - generated,
+            "engine_starts": starts,
         }
-
-    def _started(self) -> TargetEngine:
-        if self.engine is None:
-            self.starts += 1
-            self.engine = start_engine(self.run.config, self.run.folder, self.run.spec)
-        return self.engine
+        return {name: [value] for name, value in row.items()}
 
     def _generate(self, unit: str) -> None:
-        """Answer the unit's prompts, all at once, and commit the responses."""
-        engine, sampling = self._started(), self.run.config.sampling
-        prompts = self.corpus.read(unit)
+        """Answer the unit's prompts and commit the responses."""
+        sampling, prompts = self.run.config.sampling, self.corpus.read(unit)
 
-        def respond(prompt: Prompt) -> Response:
+        def respond(engine: TargetEngine, number: int) -> Response:
+            prompt = prompts[number]
             answered = answer(engine, prompt.segments, sampling, self.context_length)
             return Response(
                 id=prompt.id,
@@ -219,7 +221,7 @@ class Extractor:
 
         prompts.sort(key=lambda prompt: -len(prompt.segments))  # turns come one by one: the longest start first
         progress = Progress(f"unit {unit}", len(prompts), "conversations answered")
-        results = each(respond, prompts, self.run.config.hardware.max_inflight, progress.add)
+        results = self._each(self.responses, unit, list(range(len(prompts))), respond, self.generating, progress)
         good = [result for result in results if isinstance(result, Response)]
         samples = [
             {
@@ -236,16 +238,15 @@ class Extractor:
         self.responses.commit(unit, shard, samples, failed=_failed(prompts, results))
         shard.unlink()
 
-    def _capture(self, name: str, commit: Commit, numbers: list[int]) -> None:
-        """Capture the states of some of a response unit's samples, and commit them."""
-        engine, dtype = self._started(), getattr(torch, self.run.spec.dtype)
+    def _capture(self, name: str, commit: Commit, numbers: list[int]) -> int:
+        """Capture the states of some of a response unit's samples, and commit them; returns how many failed."""
+        dtype = getattr(torch, self.run.spec.dtype)
         reader = ShardReader(self.responses.fetch(commit, self.cache), Path(self.responses.folder).name)
 
-        def states(number: int) -> Features:
+        def states(engine: TargetEngine, number: int) -> Features:
             response = reader.response(number)
             (captured,) = engine.capture([response.input_ids.tolist()])
-            if not (captured.aux.isfinite().all() and captured.last_hidden.isfinite().all()):
-                raise RequestError("the states are not finite")
+            check_norms(self.run, captured, self.info["probe"]["norms"])
             rows = target_rows(response.loss_mask)  # [R]
             return Features(
                 id=response.id,
@@ -257,14 +258,123 @@ class Extractor:
             )
 
         progress = Progress(f"unit {name}", len(numbers), "conversations captured")
-        results = each(states, numbers, self.run.config.hardware.max_captures, progress.add)
+        results = self._each(self.features, name, numbers, states, self.capturing, progress)
         good = [(n, result) for n, result in zip(numbers, results, strict=True) if isinstance(result, Features)]
         samples = [commit.samples[n] | {"targets": len(result.last_rows)} for n, result in good]
         shard = self.cache / f"{name}.features"
         write_features(shard, [result for _, result in good], Path(self.features.folder).name)
         failed = _failed([reader.response(n) for n in numbers], results)
-        self.features.commit(name, shard, samples, failed=failed, engine=engine.info)
+        self.features.commit(name, shard, samples, failed=failed, engine=self.info)
         shard.unlink()
+        return len(failed)
+
+    # ------------------------------------------------------------ through the deaths of the engine
+
+    def _each(
+        self,
+        units: Units,
+        unit: str,
+        numbers: list[int],
+        work: Callable[[TargetEngine, int], Any],
+        pool: ThreadPoolExecutor,
+        progress: Progress,
+    ) -> list[Any]:
+        """`work` for every number, as often as it takes; a RequestError in place of what cannot be done.
+
+        The engine's death costs what was in flight. What else this call has done is kept.
+        """
+        done: dict[int, Any] = {}
+        attempts = Attempts(units, unit)
+        while True:
+            given_up = attempts.given_up([number for number in numbers if number not in done])
+            done |= {number: RequestError(reason) for number, reason in given_up.items()}
+            if given_up:
+                progress.add(len(given_up))
+            todo = [number for number in numbers if number not in done]
+            if not todo:
+                return [done[number] for number in numbers]
+            group, suspected = attempts.next_group(todo)
+            with self.suspects if suspected else nullcontext():
+                engine = self._running()
+                key = attempts.begin(group)
+                at_work, error = self._attempt(engine, group, work, done, pool, progress)
+                if error is None:
+                    attempts.ended(key)
+                else:
+                    attempts.crashed(key, at_work, str(error))
+                    self._ended(engine, error)
+
+    def _attempt(
+        self,
+        engine: TargetEngine,
+        group: list[int],
+        work: Callable[[TargetEngine, int], Any],
+        done: dict[int, Any],
+        pool: ThreadPoolExecutor,
+        progress: Progress,
+    ) -> tuple[list[int], EngineError | None]:
+        """`work` for a group, into `done`; returns what was at work when the engine died, and why it did."""
+        at_work: set[int] = set()
+        died = threading.Event()
+
+        def run_one(number: int) -> None:
+            if died.is_set():  # what had not begun is not to blame
+                return
+            at_work.add(number)
+            try:
+                done[number] = work(engine, number)
+            except RequestError as error:
+                done[number] = error
+            except EngineError:
+                died.set()
+                raise
+            at_work.discard(number)
+            self.crashes_in_a_row = 0
+            progress.add(1)
+
+        futures = [pool.submit(run_one, number) for number in group]
+        errors = [error for error in [future.exception() for future in futures] if error]  # waits for all
+        for error in errors:
+            if not isinstance(error, EngineError):
+                raise error
+        return sorted(at_work), next((error for error in errors if isinstance(error, EngineError)), None)
+
+    def _running(self) -> TargetEngine:
+        """The engine, started and probed where there is none."""
+        with self.changing:
+            failed = 0
+            while self.engine is None:
+                self.starts += 1
+                try:
+                    self.engine = start_engine(self.run.config, self.run.folder, self.run.spec)
+                    self._check(self.engine)
+                except EngineError as error:
+                    failed += 1
+                    if failed == FAILED_STARTS:
+                        raise ExtractError(f"the engine failed to start {failed} times in a row: {error}") from error
+            return self.engine
+
+    def _check(self, engine: TargetEngine) -> None:
+        """Nothing is captured before the engine is known to be the one that the stored features are from."""
+        try:
+            prompts = self.corpus.read(self.corpus.units[0])
+            found = probe(self.run, engine, probe_sequences([prompt.segments[0] for prompt in prompts]))
+            self.features.record("engine", engine.info.get("resolved", {}))
+            self.info = engine.info | {"probe": found}
+        except BaseException:
+            engine.close()
+            self.engine = None
+            raise
+
+    def _ended(self, engine: TargetEngine, error: BaseException) -> None:
+        """Close an engine that died. Every unit that was at work on it says so, the first is enough."""
+        with self.changing:
+            if self.engine is engine:
+                engine.close()
+                self.engine = None
+                self.crashes_in_a_row += 1
+        if self.crashes_in_a_row >= BARREN_CRASHES:
+            raise ExtractError(f"{self.crashes_in_a_row} engines in a row died before they did anything: {error}")
 
 
 def _failed(items: Any, results: Any) -> list[dict[str, str]]:

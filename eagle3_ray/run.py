@@ -12,6 +12,7 @@ from eagle3_ray.capture import (
     capture_description,
     capture_spec,
     describe_target,
+    engine_args,
     engine_version,
     fingerprint,
     model_value,
@@ -118,7 +119,7 @@ def check_values(config: Config) -> None:
         "sampling.temperature": (config.sampling.temperature, 0),
         "hardware.num_actors": (config.hardware.num_actors, 1),
         "hardware.max_inflight": (config.hardware.max_inflight, 1),
-        "hardware.max_captures": (config.hardware.max_captures, 1),
+        "hardware.capture_bytes": (config.hardware.capture_bytes, 1),
         "store.shard_bytes": (config.store.shard_bytes, 1),
         "drafter.draft_vocab_size": (config.drafter.draft_vocab_size, 1),
         "train.steps": (config.train.steps, 0),
@@ -141,6 +142,9 @@ def check_values(config: Config) -> None:
         raise ConfigError(
             f"hardware.gpus_per_actor: {config.hardware.gpus_per_actor} for hardware.tp_size={config.hardware.tp_size}"
         )
+    for name, only in (("pp_size", 1), ("enable_two_batch_overlap", False)):  # SGLang captures no layer under these
+        if engine_args(config, "capture").get(name, only) != only:
+            raise ConfigError(f"{name}: SGLang captures hidden states only with {name}={only}")
     if not 0 <= config.prompts.max_bad_share <= 1:
         raise ConfigError(f"prompts.max_bad_share: {config.prompts.max_bad_share} is not between 0 and 1")
     if config.evaluate.topk == 1 and config.evaluate.num_draft_tokens != config.evaluate.num_steps + 1:

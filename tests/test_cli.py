@@ -44,6 +44,8 @@ FAULTS = [
     ("train.max_length=0", "train.max_length"),
     ("capture.boundaries=[2]", "capture.boundaries"),
     ("drafter.num_attention_heads=7", "drafter.num_attention_heads"),
+    ("+engine.args.pp_size=2", "pp_size"),
+    ("+engine.args.enable_two_batch_overlap=true", "enable_two_batch_overlap"),
 ]
 
 

@@ -65,6 +65,9 @@ def test_the_engine_says_what_it_is(smollm2_engine: SGLangEngine) -> None:
     (pid,) = info["scheduler_pids"]
     assert "scheduler" in "".join(psutil.Process(pid).cmdline())
     assert info["hooked"] == {str(pid): list(HOOKS)}
+    assert info["layers_to_capture"] == [2, 15, 27]  # read back from the model itself
+    assert info["resolved"]["prefill_attention_backend"] == "intel_amx"
+    assert info["resolved"]["dtype"] == "float32"
 
 
 def test_captured_states_equal_transformers(smollm2_engine, smollm2_reference, prompts) -> None:
@@ -128,6 +131,106 @@ def test_nothing_waits_in_shared_memory_after_a_capture(smollm2_engine, prompts)
     assert list(smollm2_engine.capture_dir.glob("*.rows")) == []
 
 
+def test_rows_in_shared_memory_are_bounded(smollm2_engine, prompts, monkeypatch) -> None:
+    ids = prompts[0]
+    size = len(ids) * 4 * 576 * 4  # three boundaries and the last, fp32
+    monkeypatch.setattr(smollm2_engine, "capture_bytes", 2 * size)
+    waiting = []
+
+    def hold(_: int) -> int:
+        (captured,) = smollm2_engine.capture([ids])
+        waiting.append(smollm2_engine._waiting_bytes)
+        return len(captured.aux)
+
+    assert each(hold, range(6), 6) == [len(ids)] * 6
+    assert 0 < max(waiting) <= 2 * size
+    assert smollm2_engine._waiting_bytes == 0
+    with pytest.raises(RequestError, match=f"need {3 * size} bytes, more than hardware.capture_bytes={2 * size}"):
+        smollm2_engine.capture([ids] * 3)
+    assert len(smollm2_engine.capture([ids] * 2)) == 2
+
+
+def test_shared_memory_without_room_is_refused_at_the_start(tiny_llama_folder, tmp_path) -> None:
+    run = open_run(
+        compose(f"target.path={tiny_llama_folder}", f"store.root={tmp_path}", "hardware.capture_bytes=1000000000000")
+    )
+    with pytest.raises(EngineError, match="hardware.capture_bytes: 1000000000000, and .* are free in /dev/shm"):
+        start_engine(run.config, run.folder, run.spec)
+
+
+def test_the_likeliest_next_tokens_are_the_targets(smollm2_engine, smollm2_reference, prompts) -> None:
+    found, wanted = smollm2_engine.next_tokens(prompts[0]), smollm2_reference.next_tokens(prompts[0])
+    assert [token for _, token in found] == [token for _, token in wanted]
+    assert torch.allclose(torch.tensor([p for p, _ in found]), torch.tensor([p for p, _ in wanted]), atol=1e-3)
+
+
+PLANTED = {
+    "a renamed hook target": (
+        """
+    from sglang.srt.managers.scheduler_components.batch_result_processor import SchedulerBatchResultProcessor as owner
+    owner._append_hidden_states = owner._append_prefill_hidden_states
+    del owner._append_prefill_hidden_states
+""",
+        "did not hook sglang.srt.managers.*_append_prefill_hidden_states in scheduler",
+    ),
+    "a model that counts otherwise": (
+        """
+    from sglang.srt.models.llama import LlamaForCausalLM
+    stock = LlamaForCausalLM.set_eagle3_layers_to_capture
+    LlamaForCausalLM.set_eagle3_layers_to_capture = lambda self, ids: stock(self, [layer + 1 for layer in ids])
+""",
+        r"the boundaries \[1, 3, 5\] were asked for, the model of scheduler \d+ captures \[\[2, 4, 6\]\]",
+    ),
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("fault", PLANTED)
+def test_an_sglang_that_is_not_the_one_we_know_is_refused(tiny_llama_folder, tmp_path, fault: str) -> None:
+    """The fault is a plugin of SGLang's own, found before ours."""
+    code, message = PLANTED[fault]
+    (tmp_path / "a_fault-0.dist-info").mkdir()
+    (tmp_path / "a_fault-0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: a-fault\nVersion: 0\n")
+    (tmp_path / "a_fault-0.dist-info" / "entry_points.txt").write_text("[sglang.srt.plugins]\na = a_fault:load\n")
+    (tmp_path / "a_fault.py").write_text(f"def load():{code}")
+    overrides = [f"target.path={tiny_llama_folder}", f"store.root={tmp_path}/store", "capture.boundaries=[1,3,5]"]
+    run = open_run(compose(*overrides, f"+hardware.env.PYTHONPATH={tmp_path}"))
+    with pytest.raises(EngineError, match=message):
+        start_engine(run.config, run.folder, run.spec)
+
+
+@pytest.mark.full
+def test_captures_do_not_push_out_the_prefix_that_prompts_share(tiny_llama_folder, tmp_path) -> None:
+    """Each capture leaves nodes in the prefix cache that nobody can reach: they must be the first to go."""
+    run = open_run(
+        compose(
+            f"target.path={tiny_llama_folder}", f"store.root={tmp_path}/store", "hardware.args.max_total_tokens=4096"
+        )
+    )
+    engine = start_engine(run.config, run.folder, run.spec)
+    shared = list(range(100, 356))
+
+    def cached() -> float:
+        """Generate on prompts that share a prefix; the share of it that the cache had."""
+        hits = []
+        for number in range(8):
+            ids = shared + [5000 + number, *range(7000 + 20 * number, 7020 + 20 * number)]
+            sampling = {"max_new_tokens": 4, "temperature": 0.0}
+            hits.append(engine._submit({"ids": ids, "sampling": sampling}).result()[1]["cached_tokens"])
+        return sum(hits) / len(hits) / len(shared)
+
+    try:
+        cached()
+        before = cached()
+        for number in range(10):  # 10,240 tokens, more than twice what the cache holds
+            engine.capture([torch.randint(3, 49000, (512,)).tolist() for _ in range(2)])
+            after = cached()
+            assert after >= before - 0.05, (number, before, after)
+        assert before > 0.9
+    finally:
+        engine.close()
+
+
 def test_without_the_plugin_no_engine_is_ready(tiny_llama_folder, tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("SGLANG_PLUGINS", "another")
     monkeypatch.setattr("eagle3_ray.engines.sglang.PLUGIN", "misspelt")
@@ -165,7 +268,8 @@ def test_another_version_than_the_configured_one_is_refused(tiny_llama_folder, t
 
 def test_a_tiny_llama_and_the_death_of_its_scheduler(tiny_llama_folder: Path, tmp_path: Path) -> None:
     """SGLang says nothing when its scheduler is killed from outside: calls must fail all the same, and soon."""
-    run = open_run(compose(f"target.path={tiny_llama_folder}", f"store.root={tmp_path}", "capture.boundaries=[1,3,5]"))
+    overrides = [f"target.path={tiny_llama_folder}", f"store.root={tmp_path}", "capture.boundaries=[1,3,5]"]
+    run = open_run(compose(*overrides, "hardware.args.max_total_tokens=512"))
     wanted = reference(run)
     sequences = [list(range(3, 3 + n)) for n in (1, 16, 100)]
     engine = start_engine(run.config, run.folder, run.spec)
@@ -175,6 +279,10 @@ def test_a_tiny_llama_and_the_death_of_its_scheduler(tiny_llama_folder: Path, tm
         for ids in sequences:
             (captured,) = engine.capture([ids])
             assert_same_states(captured, wanted.capture([ids])[0], 3)
+        for too_large in (engine.capture, lambda prompts: engine.generate(prompts, GREEDY)):
+            with pytest.raises(RequestError):  # it is within the context, but the engine has no memory for it
+                too_large([list(range(3, 603))])
+        assert len(engine.capture([sequences[0]])[0].aux) == 1  # and it lives
         os.kill(processes[0].pid, 9)
         with pytest.raises(EngineError, match="the engine failed: (scheduler|the engine's process)"):
             engine.capture([sequences[-1]])

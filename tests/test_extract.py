@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -11,9 +14,11 @@ from conftest import compose
 
 from eagle3_ray.engines.base import EngineError
 from eagle3_ray.engines.transformers import TransformersEngine
-from eagle3_ray.extract import ATTEMPTS, ExtractError, Extractor, capture_units, extracted
+from eagle3_ray.extract import BARREN_CRASHES, FAILED_STARTS, ExtractError, Extractor, capture_units, extracted
 from eagle3_ray.prepare import Corpus, prepare
+from eagle3_ray.probe import ProbeError
 from eagle3_ray.run import Run, open_run
+from eagle3_ray.store.filesystem import StoreError
 from eagle3_ray.store.shards import ShardReader, target_rows
 
 TURNS = [["Hello"], ["One", "Two"], ["Tell me more"], ["Why?"], ["A", "B", "C"]]
@@ -46,7 +51,7 @@ def work(run: Run, corpus: Corpus, units: list[str] | None = None) -> list[dict]
     return [extractor({"unit": [unit]}) for unit in units or corpus.units]
 
 
-def samples(run: Run, corpus: Corpus) -> dict:
+def samples_of(run: Run, corpus: Corpus) -> dict:
     features, commits = extracted(run, corpus)
     fingerprint = Path(features.folder).name
     found = {}
@@ -59,7 +64,7 @@ def samples(run: Run, corpus: Corpus) -> dict:
 def test_every_token_has_its_states(line) -> None:
     run, corpus = line("capture.boundaries=[1,4]", "capture.dtype=float32")
     work(run, corpus)
-    found = samples(run, corpus)
+    found = samples_of(run, corpus)
     assert sorted(found) == [f"p{i}" for i in range(5)]
     engine = TransformersEngine(run.config, run.folder, run.spec)
     for sample in found.values():
@@ -100,7 +105,7 @@ def test_other_boundaries_reuse_the_responses(line, monkeypatch) -> None:
     assert same_corpus.fingerprint == corpus.fingerprint
     monkeypatch.setattr(TransformersEngine, "generate", None)  # a generation would fail
     work(other, corpus)
-    first, second = samples(run, corpus), samples(other, corpus)
+    first, second = samples_of(run, corpus), samples_of(other, corpus)
     assert first.keys() == second.keys()
     for name in first:
         assert torch.equal(first[name].input_ids, second[name].input_ids)
@@ -134,37 +139,135 @@ def test_states_that_are_not_finite_are_a_status(line, monkeypatch) -> None:
 
     def broken(self, ids):
         captured = capture(self, ids)
-        captured.aux[-1, 0] = float("nan")
+        if ids in wanted:  # not in the probe
+            captured.aux[-1, -1] = float("nan")
         return captured
 
     work(run, corpus, ["000000"])
+    responses, _ = run.responses(corpus.fingerprint)
+    reader = ShardReader(responses.fetch(responses.read_commit("000000"), "/nonexistent"), Path(responses.folder).name)
+    wanted = [reader.response(n).input_ids.tolist() for n in range(2)]
     monkeypatch.setattr(TransformersEngine, "_capture", broken)
     other, _ = line("capture.boundaries=[1,3]")
-    work(other, corpus, ["000000"])
+    (row,) = work(other, corpus, ["000000"])
+    assert row["failed"] == [2]
     commit = other.features(corpus.fingerprint)[0].read_commit("000000-0000")
-    assert [failure["reason"] for failure in commit.facts["failed"]] == ["the states are not finite"] * 2
+    reasons = [failure["reason"] for failure in commit.facts["failed"]]
+    assert reasons == ["boundary 3: the states are not finite"] * 2
 
 
-def test_an_engine_that_fails_is_started_again_a_set_number_of_times(line, monkeypatch) -> None:
-    run, corpus = line()
-    generate, calls = TransformersEngine.generate, []
+def test_an_engine_that_dies_costs_what_was_in_flight(line, monkeypatch) -> None:
+    run, corpus = line("hardware.max_inflight=1")
+    generate, prompts = TransformersEngine.generate, []
 
-    def failing(self, *args, **kwargs):
-        calls.append(self)
-        if len(calls) == 1:
+    def failing(self, sequences, sampling):
+        prompts.append(sequences)
+        if len(prompts) == 3:
             raise EngineError("gone")
-        return generate(self, *args, **kwargs)
+        return generate(self, sequences, sampling)
 
     monkeypatch.setattr(TransformersEngine, "generate", failing)
-    run.config.hardware.max_inflight = 1
     (row,) = work(run, corpus, ["000000"])
     assert row["engine_starts"] == [2]
+    assert row["samples"] == [2]
+    assert len(prompts) == 4 and prompts[2] == prompts[3]  # asked again; the two turns before it are kept
+    (crash,) = (json.loads(path.read_text()) for path in Path(run.files.root).rglob("attempts/*/*"))
+    assert crash == {"samples": [1], "error": "gone"}
 
-    def dead(self, *args, **kwargs):
+
+def test_a_prompt_that_kills_every_engine_is_given_up_alone(line, monkeypatch) -> None:
+    run, corpus = line("prompts.unit_size=5")
+    poison = next(prompt for prompt in corpus.read("000000") if prompt.id == "p3").segments[0]
+    generate = TransformersEngine.generate
+
+    def deadly(self, sequences, sampling):
+        if poison in sequences:
+            raise EngineError("gone\nits last words")
+        return generate(self, sequences, sampling)
+
+    monkeypatch.setattr(TransformersEngine, "generate", deadly)
+    (row,) = work(run, corpus)
+    assert (row["samples"], row["failed"]) == ([4], [1])
+    (failure,) = run.responses(corpus.fingerprint)[0].read_commit("000000").facts["failed"]
+    assert failure["id"] == "p3"
+    assert failure["reason"].startswith("quarantined: the engine died") and "its last words" in failure["reason"]
+    (commit,) = run.features(corpus.fingerprint)[0].commits()
+    assert {sample["id"] for sample in commit.samples} == {"p0", "p1", "p2", "p4"}
+    with pytest.raises(ExtractError, match="1 of 5 samples failed, more than prompts.max_bad_share=0.05"):
+        extracted(run, corpus)
+
+
+def test_engines_that_all_die_stop_the_job(line, monkeypatch) -> None:
+    run, corpus = line()
+
+    def dead(*args, **kwargs):
         raise EngineError("gone for good")
 
-    monkeypatch.setattr(TransformersEngine, "generate", dead)
+    with monkeypatch.context() as patch:
+        patch.setattr(TransformersEngine, "generate", dead)
+        patch.setattr("eagle3_ray.extract.BARREN_CRASHES", 2)
+        with pytest.raises(ExtractError, match="2 engines in a row died .*: gone for good"):
+            work(run, corpus, ["000001"])
+    assert BARREN_CRASHES == 12
+    monkeypatch.setattr("eagle3_ray.extract.start_engine", dead)
     extractor = Extractor(run, corpus)
-    with pytest.raises(EngineError, match="gone for good"):
-        extractor({"unit": ["000001"]})
-    assert extractor.starts == ATTEMPTS
+    with pytest.raises(ExtractError, match="failed to start 3 times in a row: gone for good"):
+        extractor({"unit": ["000002"]})
+    assert extractor.starts == FAILED_STARTS
+
+
+def test_units_share_one_engine_and_do_not_wait_for_each_other(line, monkeypatch) -> None:
+    """While the first unit's last answer is on its way, the second unit is at work."""
+    run, corpus = line("hardware.max_inflight=2", "prompts.unit_size=3")
+    generate, together = TransformersEngine.generate, threading.Barrier(2, timeout=60)
+    last = max(corpus.read("000000"), key=lambda prompt: -len(prompt.segments)).segments[0]
+
+    def waiting(self, sequences, sampling):
+        if sequences == [last] or sequences == [corpus.read("000001")[0].segments[0]]:
+            together.wait()  # each of them needs the other to be at work too
+        return generate(self, sequences, sampling)
+
+    monkeypatch.setattr(TransformersEngine, "generate", waiting)
+    for units, description in (run.responses(corpus.fingerprint), run.features(corpus.fingerprint)):
+        units.describe(description)
+    extractor = Extractor(run, corpus)
+    with ThreadPoolExecutor(2) as pool:
+        rows = list(pool.map(lambda unit: extractor({"unit": [unit]}), corpus.units))
+    assert sum(row["engine_starts"][0] for row in rows) == 1
+    assert len(samples_of(run, corpus)) == 5
+
+
+def test_an_engine_that_resolves_its_settings_otherwise_is_refused(line, monkeypatch) -> None:
+    run, corpus = line()
+    start = TransformersEngine.__init__
+
+    def resolving(backend):
+        def init(self, *args):
+            start(self, *args)
+            self.info["resolved"] = {"attention_backend": backend}
+
+        return init
+
+    monkeypatch.setattr(TransformersEngine, "__init__", resolving("fa3"))
+    work(run, corpus, ["000000"])
+    monkeypatch.setattr(TransformersEngine, "__init__", resolving("trtllm_mha"))
+    with pytest.raises(StoreError, match='attention_backend: stored "fa3", now "trtllm_mha"'):
+        work(run, corpus, ["000001"])
+
+
+def test_an_engine_that_captures_other_layers_is_refused(line, monkeypatch) -> None:
+    run, corpus = line()
+    run.config.engine.name = "sglang"  # which is what the probe is for; the engine is a reference one with a fault
+
+    def shifted(config, folder, spec):
+        engine = dataclasses.replace(config.engine, name="transformers", version=None)
+        return TransformersEngine(
+            dataclasses.replace(config, engine=engine),
+            folder,
+            dataclasses.replace(spec, boundaries=tuple(boundary + 1 for boundary in spec.boundaries)),
+        )
+
+    monkeypatch.setattr("eagle3_ray.extract.start_engine", shifted)
+    with pytest.raises(ProbeError, match="boundary 2 was asked for, boundary 3 came back"):
+        work(run, corpus, ["000000"])
+    assert run.features(corpus.fingerprint)[0].committed() == []

@@ -32,22 +32,32 @@ class TargetPieces:
 def load_pieces(target: TargetConfig, dtype: torch.dtype) -> TargetPieces:
     """From a local folder, or from the hub the files that hold them."""
     folder = target_folder(target)
-    files = _files_by_tensor(target, folder)
+    embedding = _read(target, folder, "embed_tokens.weight").to(dtype)
+    head = embedding if _tied(folder) else _read(target, folder, "lm_head.weight").to(dtype)
+    return TargetPieces(embedding, head, _read(target, folder, "norm.weight").to(dtype))
+
+
+def load_head(target: TargetConfig) -> Tensor:
+    """The output head alone, [V, H] in its own dtype."""
+    folder = target_folder(target)
+    return _read(target, folder, "embed_tokens.weight" if _tied(folder) else "lm_head.weight")
+
+
+def _tied(folder: Path) -> bool:
     config = target_config(folder)
-    tied = config.get("tie_word_embeddings", text_config(config).get("tie_word_embeddings", False))
+    return bool(config.get("tie_word_embeddings", text_config(config).get("tie_word_embeddings", False)))
 
-    def read(name: str) -> Tensor:
-        found = [key for key in files if re.fullmatch(rf"(?:model\.|language_model\.)*{re.escape(name)}", key)]
-        if len(found) != 1:
-            raise ConfigError(f"target.path: {target.path!r} has {found or 'no tensor'} for {name}, not one")
-        with safe_open(_file(target, folder, files[found[0]]), "pt") as file:
-            tensor = file.get_tensor(found[0])
-        if not tensor.is_floating_point():
-            raise ConfigError(f"target.path: {found[0]} of {target.path!r} is quantised ({tensor.dtype})")
-        return tensor.to(dtype)
 
-    embedding = read("embed_tokens.weight")
-    return TargetPieces(embedding, embedding if tied else read("lm_head.weight"), read("norm.weight"))
+def _read(target: TargetConfig, folder: Path, name: str) -> Tensor:
+    files = _files_by_tensor(target, folder)
+    found = [key for key in files if re.fullmatch(rf"(?:model\.|language_model\.)*{re.escape(name)}", key)]
+    if len(found) != 1:
+        raise ConfigError(f"target.path: {target.path!r} has {found or 'no tensor'} for {name}, not one")
+    with safe_open(_file(target, folder, files[found[0]]), "pt") as file:
+        tensor = file.get_tensor(found[0])
+    if not tensor.is_floating_point():
+        raise ConfigError(f"target.path: {found[0]} of {target.path!r} is quantised ({tensor.dtype})")
+    return tensor
 
 
 def _files_by_tensor(target: TargetConfig, folder: Path) -> dict[str, str]:

@@ -53,6 +53,10 @@ class TargetEngine(ABC):
         """The states of each sequence: one row a token, or EngineError; never a short record."""
 
     @abstractmethod
+    def next_tokens(self, ids: list[int]) -> list[tuple[float, int]]:
+        """After each token of `ids`: the target's likeliest next one, log-probability first."""
+
+    @abstractmethod
     def close(self) -> None:
         """Free the engine's processes and memory."""
 

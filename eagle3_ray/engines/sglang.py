@@ -7,8 +7,6 @@ travel on it: the scheduler writes them to shared memory (sglang_plugin.py) and 
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import itertools
 import os
 import shutil
@@ -18,11 +16,12 @@ import tempfile
 import threading
 import time
 import uuid
+import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future
 from multiprocessing import Pipe
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import psutil
 import torch
@@ -38,6 +37,7 @@ from eagle3_ray.capture import (
 )
 from eagle3_ray.config import Config, HardwareConfig, SamplingConfig
 from eagle3_ray.engines.base import Captured, EngineError, RequestError, Response, TargetEngine
+from eagle3_ray.engines.processes import is_alive, kill_tree, own_folder, unlink
 from eagle3_ray.engines.sglang_plugin import FOLDER_VARIABLE
 
 PLUGIN = "eagle3_ray"
@@ -53,6 +53,14 @@ class SGLangEngine(TargetEngine):
         self, config: Config, folder: Path, spec: CaptureSpec | None, drafter_args: dict[str, Any] | None = None
     ) -> None:
         self.spec, self.stall_timeout_s = spec, config.hardware.stall_timeout_s
+        self.capture_bytes, self._waiting_bytes = config.hardware.capture_bytes, 0
+        self._room = threading.Condition()  # for rows in capture_dir
+        free = shutil.disk_usage(config.hardware.capture_dir).free
+        if spec and free < self.capture_bytes:
+            raise EngineError(
+                f"hardware.capture_bytes: {self.capture_bytes}, and {free} are free in {config.hardware.capture_dir}; "
+                f"a container's /dev/shm has 64 MB unless it is given more"
+            )
         self.dtype = getattr(torch, config.engine.dtype)
         self.scratch, self._scratch_lock = own_folder(Path(tempfile.gettempdir()))
         self.capture_dir, self._capture_lock = own_folder(Path(config.hardware.capture_dir))
@@ -61,6 +69,7 @@ class SGLangEngine(TargetEngine):
         self._pending: dict[int, Future[Any]] = {}
         self._failure: str | None = None
         self._schedulers: list[psutil.Process] = []
+        self._shared_memory: list[str] = []  # SGLang's own, which it leaves when it is killed
         hardware = config.hardware
         local = Path(config.target.path).expanduser().is_dir()
         args = {
@@ -110,6 +119,7 @@ class SGLangEngine(TargetEngine):
             message = f"the engine did not start: {answer}\n{self._log_tail()}"
             self.close(grace_s=0.0)
             raise EngineError(message)
+        self._shared_memory = answer.pop("shared_memory")
         self.info = answer | {"child_pid": self.process.pid}
         self._heard = time.monotonic()
         self._listener = threading.Thread(target=self._listen, name="sglang-answers", daemon=True)
@@ -138,28 +148,67 @@ class SGLangEngine(TargetEngine):
         return responses
 
     def capture(self, sequences: Sequence[list[int]]) -> list[Captured]:
-        futures = [self._submit({"ids": list(ids), "rid": uuid.uuid4().hex}) for ids in sequences]
-        return [self._rows(future.result(), len(ids)) for future, ids in zip(futures, sequences, strict=True)]
+        """Rows lie in shared memory until the Captured is dropped, at most hardware.capture_bytes of them: a call that
+        needs room waits for it, so a caller must drop what it got before it asks for more."""
+        sizes = [len(ids) * self._row_bytes for ids in sequences]
+        self._reserve(sum(sizes))
+        rids = [uuid.uuid4().hex for _ in sequences]  # new at each attempt: what a failed one wrote is never read
+        captured: list[Captured] = []
+        try:
+            futures = [self._submit({"ids": list(ids), "rid": rid}) for ids, rid in zip(sequences, rids, strict=True)]
+            for future, rid, ids, size in zip(futures, rids, sequences, sizes, strict=True):
+                reason = future.result()
+                if reason["type"] not in ("stop", "length"):
+                    raise RequestError(f"aborted: {reason}")
+                captured.append(self._rows(rid, len(ids)))
+                weakref.finalize(captured[-1], self._release, size)
+        finally:
+            for rid in rids[len(captured) :]:
+                (self.capture_dir / f"{rid}.rows").unlink(missing_ok=True)
+            self._release(sum(sizes[len(captured) :]))
+        return captured
 
     def _rows(self, rid: str, tokens: int) -> Captured:
         """Map the rows of one capture; the file's memory is freed with the tensors."""
         assert self.spec is not None
         path = self.capture_dir / f"{rid}.rows"
-        width = (len(self.spec.boundaries) + 1) * self.spec.hidden_size
-        size, expected = path.stat().st_size if path.exists() else 0, tokens * width * self.dtype.itemsize
+        size, expected = path.stat().st_size if path.exists() else 0, tokens * self._row_bytes
         if size != expected:
-            path.unlink(missing_ok=True)
-            raise EngineError(f"a capture of {tokens} tokens came back with {size} bytes, not {expected}")
+            raise RequestError(f"a capture of {tokens} tokens came back with {size} bytes, not {expected}")
+        width = self._row_bytes // self.dtype.itemsize
         rows = torch.from_file(str(path), shared=True, size=tokens * width, dtype=self.dtype).view(tokens, width)
         path.unlink()
-        split = len(self.spec.boundaries) * self.spec.hidden_size
+        split = width - self.spec.hidden_size
         return Captured(aux=rows[:, :split], last_hidden=rows[:, split:])  # [T, A*H], [T, H]
+
+    @property
+    def _row_bytes(self) -> int:
+        assert self.spec is not None
+        return (len(self.spec.boundaries) + 1) * self.spec.hidden_size * self.dtype.itemsize
+
+    def _reserve(self, size: int) -> None:
+        if size > self.capture_bytes:
+            raise RequestError(f"the states need {size} bytes, more than hardware.capture_bytes={self.capture_bytes}")
+        with self._room:
+            self._room.wait_for(
+                lambda: self._failure or self._closing or self._waiting_bytes + size <= self.capture_bytes
+            )
+            self._waiting_bytes += size
+
+    def _release(self, size: int) -> None:
+        with self._room:
+            self._waiting_bytes -= size
+            self._room.notify_all()
+
+    def next_tokens(self, ids: list[int]) -> list[tuple[float, int]]:
+        return [(float(logprob), int(token)) for logprob, token in self._submit({"ids": list(ids)}).result()]
 
     def close(self, grace_s: float = 20.0) -> None:
         """End the engine's processes, the child first; then its files."""
         self._closing = True
         self.connection.close()  # the child sees the end of the pipe and shuts its engine down
         kill_tree(self.process, self._schedulers, grace_s)
+        unlink(self._shared_memory)
         shutil.rmtree(self.capture_dir, ignore_errors=True)
         shutil.rmtree(self.scratch, ignore_errors=True)
 
@@ -206,6 +255,7 @@ class SGLangEngine(TargetEngine):
                 future.set_result(answer)
             else:
                 future.set_exception((RequestError if state == "refused" else EngineError)(answer))
+        self._fail("closed")  # close() came between two answers
 
     def _watch(self) -> str | None:
         """Why the engine counts as dead, if it does. SGLang says nothing when a scheduler is killed from outside."""
@@ -222,6 +272,9 @@ class SGLangEngine(TargetEngine):
         elif self._failure is None:
             self._failure = reason
             kill_tree(self.process, self._schedulers, grace_s=0.0)
+            unlink(self._shared_memory)
+        with self._room:
+            self._room.notify_all()
         message = f"the engine failed: {reason}\n{self._log_tail()}"
         for number in list(self._pending):
             future = self._pending.pop(number, None)
@@ -273,51 +326,6 @@ def ask_layer_ids(config: Config, boundaries: Sequence[int]) -> list[int]:
     if asked.returncode:
         raise EngineError(f"SGLang could not be asked for layer ids: {asked.stderr.strip()[-2000:]}")
     return [int(word) for word in asked.stdout.split()[-len(boundaries) :]]
-
-
-def own_folder(parent: Path) -> tuple[Path, IO[bytes]]:
-    """A new folder, and the lock that says it is in use; folders whose owner died without cleaning up are removed.
-
-    A lock and not a pid: containers may share /dev/shm without sharing pids.
-    """
-    for lock in parent.glob("eagle3-ray-engine-*/lock"):
-        with contextlib.suppress(OSError), lock.open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # BlockingIOError: its owner lives
-            shutil.rmtree(lock.parent, ignore_errors=True)
-    folder = Path(tempfile.mkdtemp(prefix="eagle3-ray-engine-", dir=parent))
-    mine = (folder / "new").open("wb")
-    fcntl.flock(mine, fcntl.LOCK_EX)
-    os.rename(folder / "new", folder / "lock")  # seen only when it is held
-    return folder, mine
-
-
-def kill_tree(process: subprocess.Popen[bytes], schedulers: list[psutil.Process], grace_s: float) -> None:
-    """End a child and all that it started, waiting `grace_s` for it to end by itself.
-
-    `schedulers` are named because they are nobody's children any more once the child is dead.
-    """
-    family = list(schedulers)
-    with contextlib.suppress(psutil.NoSuchProcess):
-        family += psutil.Process(process.pid).children(recursive=True)
-    try:
-        process.wait(grace_s)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-    for relative in family:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            relative.kill()
-    deadline = time.monotonic() + 10.0
-    while any(is_alive(relative) for relative in family) and time.monotonic() < deadline:
-        time.sleep(0.05)
-
-
-def is_alive(process: psutil.Process) -> bool:
-    """Whether it still runs; one that is dead but not yet reaped by its parent does not."""
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 def context_length(config: Config, folder: Path) -> int:

@@ -17,6 +17,27 @@ from typing import Any
 
 import psutil
 
+from eagle3_ray.engines.processes import shared_memory, unlink
+
+# ServerArgs as SGLang resolved them from the model and the hardware: another value of one computes other numbers
+RESOLVED = (
+    "attention_backend",
+    "prefill_attention_backend",
+    "decode_attention_backend",
+    "dp_size",
+    "dtype",
+    "enable_dp_attention",
+    "ep_size",
+    "fp4_gemm_runner_backend",
+    "fp8_gemm_runner_backend",
+    "kv_cache_dtype",
+    "moe_a2a_backend",
+    "moe_runner_backend",
+    "page_size",
+    "quantization",
+    "tp_size",
+)
+
 
 def main(connection: Connection) -> None:
     setup = connection.recv()
@@ -26,10 +47,12 @@ def main(connection: Connection) -> None:
         connection.send(("failed", f"{type(error).__name__}: {error}"))
         raise
     connection.send(("ready", info))
+    left = set(info["shared_memory"])
     try:
         engine.loop.run_until_complete(serve(engine, connection))
     finally:  # also when the actor is gone: nobody else would clean up
         engine.shutdown()
+        unlink(left)
         shutil.rmtree(setup["capture_dir"], ignore_errors=True)
         shutil.rmtree(setup["scratch"], ignore_errors=True)
 
@@ -51,33 +74,47 @@ def start(setup: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
             "return_aux_hidden_state_layer_ids": ids,
         }
     engine = sglang.Engine(**args)
-    pids = [pid for pid in engine.get_all_child_pids() if "scheduler" in "".join(psutil.Process(pid).cmdline())]
-    info = {
+    family = psutil.Process().children(recursive=True)
+    pids = sorted(process.pid for process in family if "sglang::scheduler" in "".join(process.cmdline()))
+    if not pids:
+        raise RuntimeError("sglang names no scheduler process")
+    captures: dict[str, Any] = {"hooked": {}, "layers_to_capture": []}
+    if setup["boundaries"]:
+        captures = plugin_answers(Path(setup["capture_dir"]), pids, setup["boundaries"])
+    resolved = engine.server_args
+    return engine, {
         "engine": f"{type(engine).__module__}.{type(engine).__qualname__}",
         "version": sglang.__version__,
         "scheduler_pids": pids,
         "layer_ids": ids,
-        "hooked": _plugin_answers(Path(setup["capture_dir"]), pids) if setup["boundaries"] else {},
+        **captures,
+        "resolved": {name: getattr(resolved, name) for name in RESOLVED if hasattr(resolved, name)},
+        "shared_memory": sorted(shared_memory([os.getpid(), *(process.pid for process in family)])),
     }
-    if not pids:
-        raise RuntimeError("sglang names no scheduler process")
-    return engine, info
 
 
-def _plugin_answers(folder: Path, pids: list[int]) -> dict[str, list[str]]:
-    """What the plugin in each scheduler hooked; RuntimeError unless every scheduler hooked everything.
+def plugin_answers(folder: Path, pids: list[int], boundaries: list[int]) -> dict[str, Any]:
+    """What the plugin hooked in each scheduler, and the boundaries that its model captures.
 
-    A scheduler answers before it says that it is up, so all answers are there.
+    RuntimeError unless every scheduler hooked everything and captures exactly `boundaries`. A scheduler answers before
+    it says that it is up, so all answers are there.
     """
     from eagle3_ray.engines.sglang_plugin import HOOKS
 
-    paths = {str(pid): folder / f"{pid}.hooked" for pid in pids}
-    answers = {pid: json.loads(path.read_text()) for pid, path in paths.items() if path.exists()}
+    hooked = {}
     for pid in pids:
-        missing = [hook for hook in HOOKS if hook not in answers.get(str(pid), [])]
+        path = folder / f"{pid}.hooked"
+        answer = json.loads(path.read_text()) if path.exists() else {"hooked": [], "layers_to_capture": []}
+        missing = [hook for hook in HOOKS if hook not in answer["hooked"]]
         if missing:
             raise RuntimeError(f"the capture plugin did not hook {', '.join(missing)} in scheduler {pid}")
-    return answers
+        if answer["layers_to_capture"] != [boundaries]:
+            raise RuntimeError(
+                f"the boundaries {boundaries} were asked for, the model of scheduler {pid} captures "
+                f"{answer['layers_to_capture']}"
+            )
+        hooked[str(pid)] = answer["hooked"]
+    return {"hooked": hooked, "layers_to_capture": boundaries}
 
 
 async def serve(engine: Any, connection: Connection) -> None:
@@ -99,20 +136,31 @@ async def serve(engine: Any, connection: Connection) -> None:
 
 
 async def respond(engine: Any, connection: Connection, request: dict[str, Any]) -> None:
-    """Answer one request: {number, ids, sampling} generates, {number, ids, rid} captures into <rid>.rows."""
+    """Answer one request: {number, ids, sampling} generates, {number, ids, rid} captures into <rid>.rows, and
+    {number, ids} alone asks for the likeliest token after each."""
     try:
         if "rid" in request:
-            await engine.async_generate(
+            output = await engine.async_generate(
                 input_ids=request["ids"],
                 sampling_params={"temperature": 0.0, "max_new_tokens": 0},
                 return_hidden_states=True,
                 rid=request["rid"],
                 cache_salt=request["rid"],  # a prefix-cache hit would bring no rows; a salt of its own never hits
             )
-            answer: Any = request["rid"]
-        else:
+            answer: Any = output["meta_info"]["finish_reason"]
+        elif "sampling" in request:
             output = await engine.async_generate(input_ids=request["ids"], sampling_params=request["sampling"])
             answer = (output["output_ids"], output["meta_info"])
+        else:
+            output = await engine.async_generate(
+                input_ids=request["ids"],
+                sampling_params={"temperature": 0.0, "max_new_tokens": 1},
+                return_logprob=True,
+                logprob_start_len=0,
+                top_logprobs_num=1,
+            )
+            first = output["meta_info"]["input_top_logprobs"][1:]  # nothing is in front of the first token
+            answer = [best[0][:2] for best in [*first, output["meta_info"]["output_top_logprobs"][0]]]
     except ValueError as error:  # SGLang's word for a request it will not take
         connection.send((request["number"], "refused", str(error)))
     except Exception as error:

@@ -5,14 +5,15 @@ nothing, since an entry point loads in every SGLang of its environment. Two hook
 
   LogitsProcessor._get_hidden_states_to_store   puts the post-norm last state beside the aux states, so that both ride
                                                 SGLang's own device-to-host copy; a device tensor that is read later,
-                                                in result processing, would race with the next batch
+                                                in result processing, would race with the next batch. Ranks that hand
+                                                nothing over drop the states here, before that copy
   SchedulerBatchResultProcessor._append_prefill_hidden_states
                                                 appends a request's rows to <folder>/<rid>.rows, chunk by chunk; the
                                                 stock code would make nested Python lists of them
 
 A row is [A*H + H] numbers of the engine's dtype. SGLang only logs a plugin's errors, so a third hook, on the report of
-the scheduler that it is up, answers with the targets that really hold our hooks, in <folder>/<pid>.hooked; without it,
-or with one missing, the engine refuses to start.
+the scheduler that it is up, answers in <folder>/<pid>.hooked with the targets that really hold our hooks and with the
+layers that the model really captures; without it, or with one missing, the engine refuses to start.
 """
 
 from __future__ import annotations
@@ -43,13 +44,15 @@ def load() -> None:
 
 
 def answer(result: Any, scheduler: Any) -> None:
-    """Write down, when the scheduler says that it is up, which targets hold our hooks."""
+    """Write down, when the scheduler says that it is up, which targets hold our hooks and which layers are captured."""
     hooked = [
         target for target, hook in zip(HOOKS, (with_last_hidden, rows_to_file), strict=True) if _holds(target, hook)
     ]
+    model = scheduler.tp_worker.model_runner.model
+    layers = [getattr(module, "layers_to_capture", None) for module in model.modules()]
     path = os.path.join(os.environ[FOLDER_VARIABLE], f"{os.getpid()}.hooked")
     with open(path + ".tmp", "w") as file:
-        json.dump(hooked, file)
+        json.dump({"hooked": hooked, "layers_to_capture": [list(found) for found in layers if found]}, file)
     os.replace(path + ".tmp", path)
 
 
@@ -68,13 +71,24 @@ def _holds(target: str, hook: Any) -> bool:
     return False
 
 
-def with_last_hidden(original: Any, self: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
+def _streams() -> bool:
+    """Whether this rank hands rows over: one of each data-parallel group, the one that SGLang streams answers from."""
+    from sglang.srt.runtime_context import get_parallel
+
+    parallel = get_parallel()
+    return parallel.attn_tp_rank == 0 and parallel.attn_cp_rank == 0
+
+
+def with_last_hidden(original: Any, self: Any, hidden_states: Any, *args: Any) -> Any:
     """[N, A*H] aux states -> [N, A*H + H], the last hidden state behind them, where whole sequences are captured."""
     import torch
 
-    aux = original(self, hidden_states, *args, **kwargs)
-    if aux is None or not self.keep_last_hidden_states or aux.shape[0] != hidden_states.shape[0]:
+    aux = original(self, hidden_states, *args)
+    mode = args[-1].forward_mode  # of the LogitsMetadata
+    if aux is None or not self.keep_last_hidden_states or not mode.is_extend():
         return aux
+    if not _streams():
+        return None  # result processing passes over it, and nothing is copied to the host
     return torch.cat([aux, hidden_states], dim=-1)  # [N, A*H + H]
 
 
@@ -104,21 +118,17 @@ def rows_to_file(
             store=store,
         )
     import torch
-    from sglang.srt.runtime_context import get_parallel
 
     end = hidden_state_offset + extend_input_len
-    parallel = get_parallel()
-    streams = parallel.attn_tp_rank == 0 and parallel.attn_cp_rank == 0
     path = os.path.join(os.environ[FOLDER_VARIABLE], f"{req.rid}.rows")
     middle_chunk = req.inflight_middle_chunks > 0 and not req.finished()
     if req.is_retracted:
-        if streams and os.path.exists(path):
+        if os.path.exists(path):
             os.unlink(path)
     elif store or middle_chunk:
-        if streams:
-            rows = logits_output.hidden_states[hidden_state_offset:end].cpu().contiguous()  # [n, A*H + H]
-            with open(path, "ab") as file:
-                file.write(memoryview(rows.view(torch.uint8).numpy()))
+        rows = logits_output.hidden_states[hidden_state_offset:end].cpu().contiguous()  # [n, A*H + H]
+        with open(path, "ab") as file:
+            file.write(memoryview(rows.view(torch.uint8).numpy()))
         if store:
             req.hidden_states.append([])  # SGLang expects an entry
     return end

@@ -78,5 +78,11 @@ class TransformersEngine(TargetEngine):
         aux = torch.cat([states[boundary][0] for boundary in self.spec.boundaries], dim=-1)  # [T, A*H]
         return Captured(aux=aux.cpu(), last_hidden=states[-1][0].cpu())  # [T, A*H], [T, H]
 
+    def next_tokens(self, ids: list[int]) -> list[tuple[float, int]]:
+        with self._lock, torch.inference_mode():
+            logits = self.model(torch.tensor([ids], device=self.model.device)).logits[0]  # [T, V]
+        best = logits.float().log_softmax(dim=-1).max(dim=-1)  # of [T]
+        return list(zip(best.values.tolist(), best.indices.tolist(), strict=True))
+
     def close(self) -> None:
         del self.model

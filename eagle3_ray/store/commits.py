@@ -42,15 +42,18 @@ class Units:
 
     def describe(self, description: dict[str, Any]) -> None:
         """Record what the fingerprint stands for; refuse another description under the same fingerprint."""
-        data = _json(description)
-        if self.files.create(self._description, data):
+        self.record("description", description)
+
+    def record(self, name: str, value: dict[str, Any]) -> None:
+        """Keep <name>.json for good. StoreError, line by line, where another value is kept already."""
+        key, data = f"{self.folder}/{_name(name)}.json", _json(value)
+        if self.files.create(key, data):
             return
-        stored, now = _flat(self.description()), _flat(json.loads(data))
+        stored, now = _flat(json.loads(self.files.read(key))), _flat(json.loads(data))
         differ = sorted(name for name in stored.keys() | now.keys() if stored.get(name) != now.get(name))
         if differ:
             lines = [f"  {name}: stored {stored.get(name, 'none')}, now {now.get(name, 'none')}" for name in differ]
-            here = self.files.url(self._description)
-            raise StoreError("\n".join([f"{here} describes something else under the same fingerprint:", *lines]))
+            raise StoreError("\n".join([f"{self.files.url(key)} describes something else:", *lines]))
 
     def description(self) -> dict[str, Any]:
         try:

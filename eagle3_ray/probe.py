@@ -1,0 +1,150 @@
+"""The start-up probe: what an engine captures is compared with an independent reference before any of it is kept.
+
+Where Transformers can hold the target too, every captured boundary must be nearest to, and equal to, the boundary of
+that name there. For a larger target the engine itself is the witness: output head x captured last state must give the
+engine's own likeliest tokens and their log-probabilities; of its boundaries the norms and the cosines to their
+neighbours are recorded, and `layers_to_capture`, read back at the start, says which they are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from eagle3_ray.config import Config
+from eagle3_ray.drafter.target import load_head
+from eagle3_ray.engines.base import Captured, RequestError, TargetEngine
+from eagle3_ray.run import Run
+
+REFERENCE_BYTES = 8 * 2**30  # of weights that Transformers loads too, in float32 on the actor's CPUs
+ROWS = 256  # of one sequence that are compared
+ERROR = {"float32": 1e-4, "bfloat16": 0.1}  # relative, mean over rows; in bf16 a neighbouring boundary is 0.3 away
+LOGPROB_ERROR = {"float32": 1e-3, "bfloat16": 0.1}  # nats, median over rows
+SAME_TOKEN = 0.9  # share of rows whose likeliest token must be the engine's: in 16 bits near ties fall either way
+NORM_FACTOR = 4.0  # a sample's median norm may be so far outside the probe's
+
+
+class ProbeError(RuntimeError):
+    """The engine captures something else than it was asked for: nothing it gives can be used."""
+
+
+def probe(run: Run, engine: TargetEngine, sequences: list[list[int]]) -> dict[str, Any]:
+    """Check `engine` on some sequences of token ids; returns what was compared, for the record.
+
+    `norms` of the result has, a state, the least, the middle and the largest norm of a row. ProbeError names the
+    boundary that came back in place of another.
+    """
+    sequences = [ids[:ROWS] for ids in sequences]
+    captured = [engine.capture([ids])[0] for ids in sequences]
+    states = [torch.cat(parts).float() for parts in zip(*(_states(run, one) for one in captured), strict=True)]
+    names = [*(f"boundary {k}" for k in run.spec.boundaries), "last hidden"]
+    reference: dict[str, Any] = {"reference": None}
+    if run.config.engine.name != "transformers":
+        reference = _against_transformers(run, sequences, states, names) or {}
+        reference = reference or _against_head(run, engine, sequences, states)
+    norms = [state.norm(dim=-1) for state in states]
+    return {
+        **reference,
+        "rows": len(states[0]),
+        "norms": {
+            name: [round(float(value), 4) for value in (norm.min(), norm.median(), norm.max())]
+            for name, norm in zip(names, norms, strict=True)
+        },
+        "cosines": [
+            round(float(torch.cosine_similarity(a, b, dim=-1).mean()), 4)
+            for a, b in zip(states, states[1:], strict=False)
+        ],
+    }
+
+
+def check_norms(run: Run, captured: Captured, norms: dict[str, list[float]]) -> None:
+    """RequestError unless all states of a sample are finite, no row is empty, and norms are as large as the probe's."""
+    for state, (name, (least, _, largest)) in zip(_states(run, captured), norms.items(), strict=True):
+        rows = state.float().norm(dim=-1)  # [T]
+        if not rows.isfinite().all():
+            raise RequestError(f"{name}: the states are not finite")
+        if not rows.all():
+            raise RequestError(f"{name}: a row is all zeros")
+        middle = float(rows.median())
+        if not least / NORM_FACTOR <= middle <= largest * NORM_FACTOR:
+            raise RequestError(f"{name}: the median norm {middle:.4g} is far from the probe's {least} to {largest}")
+
+
+def _states(run: Run, captured: Captured) -> list[Tensor]:
+    """One [T, H] a boundary, and the last."""
+    return [*captured.aux.chunk(len(run.spec.boundaries), dim=-1), captured.last_hidden]
+
+
+def _against_transformers(
+    run: Run, sequences: list[list[int]], states: list[Tensor], names: list[str]
+) -> dict[str, Any] | None:
+    """Compare with every boundary of the same weights in Transformers; None where it cannot hold them."""
+    size = sum(path.stat().st_size for path in run.folder.glob("*.safetensors"))
+    if not 0 < size <= REFERENCE_BYTES or "quantization_config" in run.model:
+        return None
+    from eagle3_ray.engines.transformers import TransformersEngine
+
+    layers = int(run.model["num_hidden_layers"])
+    spec = dataclasses.replace(run.spec, boundaries=tuple(range(layers)))
+    try:
+        engine = TransformersEngine(_reference_config(run.config), run.folder, spec)
+    except (ValueError, ImportError):  # an architecture that it does not have
+        return None
+    wanted = [engine.capture([ids])[0] for ids in sequences]
+    engine.close()
+    aux, last = torch.cat([one.aux for one in wanted]), torch.cat([one.last_hidden for one in wanted])
+    found = [*aux.chunk(layers, dim=-1), last]  # [N, H] a boundary, and the last
+    limit = ERROR[run.config.engine.dtype]
+    errors = {}
+    for name, state, asked in zip(names, states, [*run.spec.boundaries, layers], strict=True):
+        distances = [_error(state, other) for other in found]
+        nearest = min(range(len(found)), key=distances.__getitem__)
+        if nearest != asked or distances[asked] > limit:
+            back = f"boundary {nearest}" if nearest < layers else "last hidden"
+            raise ProbeError(
+                f"{name} was asked for, {back} came back: its relative error against Transformers is "
+                f"{distances[nearest]:.2g}, that of {name} {distances[asked]:.2g} (limit {limit})"
+            )
+        errors[name] = float(f"{distances[asked]:.2g}")
+    return {"reference": "transformers", "errors": errors}
+
+
+def _reference_config(config: Config) -> Config:
+    engine = dataclasses.replace(config.engine, name="transformers", version=None, dtype="float32")
+    return dataclasses.replace(config, engine=engine, hardware=dataclasses.replace(config.hardware, device="cpu"))
+
+
+def _error(some: Tensor, other: Tensor) -> float:
+    """Relative error of [N, H] rows, mean over them."""
+    return float(((some - other).norm(dim=-1) / other.norm(dim=-1)).mean())
+
+
+def _against_head(run: Run, engine: TargetEngine, sequences: list[list[int]], states: list[Tensor]) -> dict[str, Any]:
+    """Compare output head x last state with what the engine says comes next."""
+    said = [best for ids in sequences for best in engine.next_tokens(ids)]
+    logprobs, tokens = (torch.tensor(column) for column in zip(*said, strict=True))  # [N], [N]
+    last = states[-1]  # [N, H]
+    pieces = [last @ piece.float().T for piece in load_head(run.config.target).split(16384)]  # of [N, V], V cut
+    totals = torch.stack([piece.logsumexp(dim=-1) for piece in pieces]).logsumexp(dim=0)  # [N]
+    logits = torch.cat(pieces, dim=-1)  # [N, V]
+    same = float((logits.argmax(dim=-1) == tokens).float().mean())
+    mine = logits.gather(1, tokens[:, None]).flatten() - totals
+    error = float((mine - logprobs).abs().median())
+    if same < SAME_TOKEN or error > LOGPROB_ERROR[run.config.engine.dtype]:
+        raise ProbeError(
+            f"last hidden: output head x state gives the engine's likeliest token on {same:.0%} of {len(tokens)} rows, "
+            f"and its log-probability within {error:.2g} (median); what came back is not what the target answers from"
+        )
+    return {"reference": "output head", "same_token": round(same, 4), "logprob_error": float(f"{error:.2g}")}
+
+
+def probe_sequences(prompts: list[list[int]]) -> list[list[int]]:
+    """A few of the corpus's own prompts, enough for a stable range of norms."""
+    chosen: list[list[int]] = []
+    for ids in prompts:
+        if sum(map(len, chosen)) < ROWS:
+            chosen.append(ids)
+    return chosen
