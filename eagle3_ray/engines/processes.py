@@ -68,8 +68,8 @@ def is_alive(process: psutil.Process) -> bool:
 def shared_memory(pids: Iterable[int]) -> set[str]:
     """The files of shared memory that these processes map and that still have a name.
 
-    SGLang ends its schedulers by SIGKILL, which skips every unlink of theirs (`sglang_loads_*`, `sem.mp-*`, …). Files are
-    told by inode: a semaphore is mapped under another name than the one that it keeps.
+    SGLang ends its schedulers by SIGKILL, which skips every unlink of theirs (`sglang_loads_*`, `sem.mp-*`, …). Files
+    are told by inode: a semaphore is mapped under another name than the one that it keeps.
     """
     inodes = set()
     for pid in pids:
