@@ -47,7 +47,7 @@ def tiny_deepseek_v3(folder: Path, *, seed: int = 0, **changes: Any) -> Path:
         first_k_dense_replace=1,
         routed_scaling_factor=1.5,
         num_nextn_predict_layers=0,
-        # What SGLang also reads, and Transformers takes for granted; without YaRN it asks for a kernel of the GPU build
+        # What SGLang also reads, and Transformers takes for granted. On CPU it refuses a DeepSeek without YaRN
         moe_layer_freq=1,
         topk_method="noaux_tc",
         scoring_func="sigmoid",
