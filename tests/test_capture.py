@@ -6,13 +6,14 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import compose
 
 from eagle3_ray.capture import capture_spec, check_boundaries, describe_target, fingerprint, target_config
 from eagle3_ray.config import ConfigError
-from eagle3_ray.engines.sglang import ask_layer_ids
+from eagle3_ray.engines.sglang import ask_layer_ids, engine_environment
 from eagle3_ray.run import open_run
 
 
@@ -22,7 +23,8 @@ from eagle3_ray.run import open_run
         ([], "two or more"),
         ([2], "two or more"),
         ([-1, 2], "outside"),
-        ([2, 30], "boundaries 0 to 29"),
+        ([2, 30], "boundaries 0 to 29"),  # the last layer's output
+        ([2, 30, 58], "30 is outside"),  # a smaller target given those of Kimi-K2.5
         ([2, 2, 5], "not strictly ascending"),
         ([5, 2], "not strictly ascending"),
     ],
@@ -39,9 +41,87 @@ def test_the_default_boundaries_are_low_middle_and_high() -> None:
     assert spec.row_bytes == 57344  # FACTS: 4 states of 7,168 in bf16
 
 
+def test_a_target_too_small_for_the_default_boundaries_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"capture.boundaries: \[2, 2, 1\] is not strictly ascending"):
+        capture_spec(compose(), {"num_hidden_layers": 4, "hidden_size": 64})
+
+
 def test_layer_ids_are_the_target_class_own(tiny_llama_folder: Path) -> None:
     config = compose(f"target.path={tiny_llama_folder}")
     assert ask_layer_ids(config, [1, 3, 5]) == [0, 2, 4]  # Llama: boundary k is its id k-1
+
+
+# Targets of 61 layers, as Kimi-K2.5 has, by what SGLang needs to know which class and how many
+KIMI = ["KimiK25ForConditionalGeneration"]
+CONFIGS: dict[str, dict[str, Any]] = {
+    "kimi_k25": {"text_config": {"model_type": "kimi_k2", "num_hidden_layers": 61}, "architectures": KIMI},
+    "deepseek_v3": {"num_hidden_layers": 61, "architectures": ["DeepseekV3ForCausalLM"]},
+    "llama": {"num_hidden_layers": 61, "architectures": ["LlamaForCausalLM"]},
+    "qwen3": {"num_hidden_layers": 61, "architectures": ["Qwen3ForCausalLM"]},
+}
+# boundaries, and the ids that get them; None where the class has none
+WANTED: list[tuple[str, list[int], list[int] | None]] = [
+    ("kimi_k25", [2, 30, 58], [1, 29, 57]),  # a first id of 1 adds 1 to all
+    ("kimi_k25", [1, 29, 57], None),  # so nothing begins at boundary 1
+    ("kimi_k25", [3, 30, 60], [3, 30, 60]),
+    ("kimi_k25", [0, 30, 60], [0, 30, 60]),
+    ("deepseek_v3", [2, 30, 58], [1, 29, 57]),
+    ("deepseek_v3", [1, 29, 57], None),
+    ("llama", [2, 30, 58], [1, 29, 57]),
+    ("llama", [1, 29, 57], [0, 28, 56]),
+    ("llama", [3, 30, 60], [2, 29, 59]),
+    ("llama", [0, 30, 60], None),
+    ("qwen3", [2, 30, 58], [1, 29, 57]),
+    ("qwen3", [0, 30, 60], None),
+]
+# ids, as a drafter's config carries them, and the boundaries that they mean
+GIVEN = [
+    ("kimi_k25", [1, 29, 57], [2, 30, 58]),
+    ("kimi_k25", [2, 30, 58], [2, 30, 58]),
+    ("llama", [1, 29, 57], [2, 30, 58]),
+    ("llama", [2, 30, 58], [3, 31, 59]),  # Kimi's ids on a Llama are other states
+]
+ASK = """
+import json, sys
+from pathlib import Path
+from sglang.srt.models.registry import ModelRegistry
+from sglang.srt.utils.hf_transformers_utils import get_config
+from eagle3_ray.capture import layers_to_capture, sglang_layer_ids
+from eagle3_ray.config import ConfigError
+
+def ids(target, boundaries):
+    try:
+        return sglang_layer_ids(Path(target), tuple(boundaries))
+    except ConfigError as error:
+        return str(error)
+
+def boundaries(target, ids):
+    return layers_to_capture(ModelRegistry, get_config(target, trust_remote_code=False), ids)
+
+wanted, given = json.loads(sys.argv[1])
+print(json.dumps([[ids(*question) for question in wanted], [boundaries(*question) for question in given]]))
+"""
+
+
+def test_each_class_of_targets_is_asked_for_its_own_layer_ids(tmp_path: Path) -> None:
+    """All questions in one process: the import of sglang is what takes long."""
+    for name, config in CONFIGS.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps({"model_type": name} | config))
+    questions = [[(name, asked) for name, asked, _ in table] for table in (WANTED, GIVEN)]
+    ended = subprocess.run(
+        [sys.executable, "-c", ASK, json.dumps(questions)],
+        env=engine_environment(compose().hardware, tmp_path / "scratch"),
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    wanted, given = json.loads(ended.stdout.splitlines()[-1])
+    for (name, boundaries, ids), answer in zip(WANTED, wanted, strict=True):
+        refusal = f"capture.boundaries: {boundaries} cannot be had from {CONFIGS[name]['architectures']}"
+        assert answer == ids if ids else answer.startswith(refusal), (name, boundaries)
+    assert given == [boundaries for _, _, boundaries in GIVEN]
 
 
 def run_for(folder: Path, store: Path, *overrides: str):

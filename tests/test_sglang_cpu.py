@@ -107,6 +107,23 @@ def test_extend_attention_is_dense_attention_behind_the_prefix(kv_heads, masking
         torch.testing.assert_close(output[at].double(), expected, atol=1e-6, rtol=1e-5)
 
 
+@pytest.mark.parametrize("few", [0, 16])
+def test_latent_attention_prefills_with_the_keys_that_it_brings(few, monkeypatch):
+    """MLA's cache holds latents: one head of another width than the keys and values that prefill computes from them."""
+    monkeypatch.setattr("sgl_kernel.attention.FEW", few)
+    lengths, heads, latents = torch.tensor([4, 9]), 6, torch.randn(SLOTS, 1, DIM + 3)
+    table, rows = torch.arange(2 * POOL_LEN, dtype=torch.int32).view(2, POOL_LEN), torch.tensor([1, 0])
+    q, k, v = torch.randn(13, heads, DIM), torch.randn(13, heads, DIM), torch.randn(13, heads, DIM - 2)
+    output, start = torch.empty(13, heads, DIM - 2), torch.tensor([0, 4])
+    extend(q, k, v, output, latents, latents[..., :DIM], (table, rows, lengths), lengths, start)
+    for first, length in ((0, 4), (4, 9)):
+        at = slice(first, first + length)
+        causal = torch.ones(length, length, dtype=torch.bool).tril()
+        torch.testing.assert_close(output[at].double(), dense(q[at], k[at], v[at], causal, 0.3), atol=1e-6, rtol=1e-5)
+    with pytest.raises(NotImplementedError, match="expand MLA's cache"):
+        extend(q, k, v, output, latents, latents[..., :DIM], (table, rows, lengths + 1), lengths, start)
+
+
 @pytest.mark.parametrize(
     ("what", "setting"),
     [

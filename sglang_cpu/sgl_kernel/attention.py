@@ -38,6 +38,8 @@ def extend_attention_cpu(
 
     Request b has `seq_lens[b]` tokens; the last `extend_seq_lens[b]` are new and start at `extend_start_loc[b]` in
     `q_extend`, `k_extend`, `v_extend` and `o_extend`. Without `k_extend` the new keys are in the cache too.
+    Latent attention (MLA) prefills with keys and values in a shape of their own, while the cache holds the latents they
+    were projected from: those can only be attended to as they come, without a prefix.
     `tree_mask` holds a flat [new, new] block a request: True where a new token (row) may see another. Without it the
     new tokens see each other causally, or all of them when not `is_causal`. All see the prefix. Writes `o_extend`.
     """
@@ -55,10 +57,15 @@ def extend_attention_cpu(
         elif is_causal:
             mask = torch.ones(new, length, dtype=torch.bool).tril(length - new)
         slots, rows = req_to_token[row, :length], slice(start, start + new)
-        k, v = _rows(k_buffer, slots), _rows(v_buffer, slots)
-        if k_extend is not None:
-            k[length - new :] = k_extend[rows].view(new, *k.shape[1:])
-            v[length - new :] = v_extend[rows].view(new, *v.shape[1:])
+        if k_extend is not None and k_extend.shape[1:] != k_buffer.shape[1:]:
+            if new < length:
+                raise NotImplementedError("the CPU stand-in for SGLang's attention kernels does not expand MLA's cache")
+            k, v = k_extend[rows], v_extend[rows]
+        else:
+            k, v = _rows(k_buffer, slots), _rows(v_buffer, slots)
+            if k_extend is not None:
+                k[length - new :] = k_extend[rows]
+                v[length - new :] = v_extend[rows]
         o_extend[rows] = _attend(q_extend[rows], k, v, mask, sm_scale)
 
 
