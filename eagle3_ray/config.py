@@ -25,6 +25,7 @@ class TargetConfig:
     revision: str | None = None
     trust_remote_code: bool = False
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)  # e.g. {thinking: true}
+    args: dict[str, Any] = field(default_factory=dict)  # sglang ServerArgs that this target needs on any hardware
 
 
 @dataclass
