@@ -79,6 +79,7 @@ class HardwareConfig:
     num_actors: int = 1  # engines, one an actor
     cpus_per_actor: int = 1
     gpus_per_actor: int = 0
+    nodes_per_engine: int = 1  # more: SGLang's RayEngine, tp_size over all of them and gpus_per_actor=0; untested
     max_inflight: int = 256  # requests kept in one engine at a time while it generates
     max_captures: int = 16  # sequences whose states may wait in capture_dir at a time
     capture_dir: str = "/dev/shm"  # where the scheduler hands rows to the actor: memory, not disk

@@ -26,6 +26,7 @@ from tenacity import Retrying, retry_if_exception_type, stop_after_attempt
 from eagle3_ray.engines import start_engine
 from eagle3_ray.engines.base import EngineError, RequestError, TargetEngine, answer, each
 from eagle3_ray.engines.sglang import context_length
+from eagle3_ray.engines.sglang_nodes import actor_options
 from eagle3_ray.prepare import Corpus, Prompt
 from eagle3_ray.progress import Progress
 from eagle3_ray.run import Run
@@ -136,6 +137,7 @@ def _rows(run: Run, corpus: Corpus, todo: list[str]) -> Iterator[dict[str, Any]]
         compute=ray.data.ActorPoolStrategy(size=min(hardware.num_actors, len(todo)), max_tasks_in_flight_per_actor=1),
         num_cpus=hardware.cpus_per_actor,
         num_gpus=hardware.gpus_per_actor or None,
+        **actor_options(hardware),
         max_restarts=3,
         max_task_retries=3,  # Ray's own default would retry a poison unit for ever
     )

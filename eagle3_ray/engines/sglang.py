@@ -38,6 +38,7 @@ from eagle3_ray.capture import (
 )
 from eagle3_ray.config import Config, HardwareConfig, SamplingConfig
 from eagle3_ray.engines.base import Captured, EngineError, RequestError, Response, TargetEngine
+from eagle3_ray.engines.sglang_nodes import membership
 from eagle3_ray.engines.sglang_plugin import FOLDER_VARIABLE
 
 PLUGIN = "eagle3_ray"
@@ -85,6 +86,7 @@ class SGLangEngine(TargetEngine):
                     "version": engine_version(config),
                     "capture_dir": str(self.capture_dir),
                     "scratch": str(self.scratch),
+                    "cluster": membership(hardware, self.capture_dir if self.spec else None),
                 }
             )
             if not self.connection.poll(hardware.start_timeout_s):

@@ -39,6 +39,7 @@ def start(setup: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     import sglang
 
     from eagle3_ray.capture import sglang_layer_ids
+    from eagle3_ray.engines.sglang_nodes import start_over_nodes
 
     if sglang.__version__ != setup["version"]:
         raise RuntimeError(f"engine.version is {setup['version']}, this node has sglang {sglang.__version__}")
@@ -50,16 +51,21 @@ def start(setup: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
             "enable_return_aux_hidden_states": True,
             "return_aux_hidden_state_layer_ids": ids,
         }
-    engine = sglang.Engine(**args)
-    pids = [pid for pid in engine.get_all_child_pids() if "scheduler" in "".join(psutil.Process(pid).cmdline())]
+    capture_dir, cluster = Path(setup["capture_dir"]), setup["cluster"]
+    if cluster:
+        engine: Any = start_over_nodes(args, cluster, [setup["capture_dir"], setup["scratch"]])
+        pids = [int(path.stem) for path in capture_dir.glob("*.hooked")]  # those on this node; Ray watches them all
+    else:
+        engine = sglang.Engine(**args)
+        pids = [pid for pid in engine.get_all_child_pids() if "scheduler" in "".join(psutil.Process(pid).cmdline())]
     info = {
         "engine": f"{type(engine).__module__}.{type(engine).__qualname__}",
         "version": sglang.__version__,
         "scheduler_pids": pids,
         "layer_ids": ids,
-        "hooked": _plugin_answers(Path(setup["capture_dir"]), pids) if setup["boundaries"] else {},
+        "hooked": _plugin_answers(capture_dir, pids) if setup["boundaries"] else {},
     }
-    if not pids:
+    if not pids and not (cluster and not setup["boundaries"]):
         raise RuntimeError("sglang names no scheduler process")
     return engine, info
 
