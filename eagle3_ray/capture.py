@@ -30,8 +30,8 @@ TOKENIZER_FILES = (
     "merges.txt",
 )
 # ServerArgs and variables that change how fast an engine runs, never what it computes
-SPEED_ARGS = {"log_level", "max_total_tokens", "mem_fraction_static", "max_running_requests", "cuda_graph_max_bs"}
-SPEED_ARGS |= {"GOMP_SPINCOUNT", "OMP_NUM_THREADS"}
+SPEED_ARGS = {"log_level", "max_total_tokens", "mem_fraction_static", "max_running_requests"}
+SPEED_ARGS |= {"cuda_graph_max_bs_decode", "GOMP_SPINCOUNT", "OMP_NUM_THREADS", "NCCL_DEBUG"}
 CAPTURE_VERSION = "2"  # of our own capture code, engines/sglang_plugin.py above all: another one, other values
 WINDOW_BYTES = 4096  # of each weight tensor that goes into the target's digest
 
@@ -149,10 +149,12 @@ def capture_description(
 
 
 def engine_args(config: Config, purpose: str) -> dict[str, Any]:
-    """The ServerArgs that the settings add for an engine that shall "capture" or "serve"; engine.args come last."""
+    """The ServerArgs that the settings add for an engine that shall "capture" or "serve". Later ones win: hardware's,
+    the target's, engine.args."""
     hardware = config.hardware
     own = hardware.capture_args if purpose == "capture" else hardware.serve_args
-    args = {"device": hardware.device, "tp_size": hardware.tp_size, **hardware.args, **own, **config.engine.args}
+    args = {"device": hardware.device, "tp_size": hardware.tp_size}
+    args |= {**hardware.args, **own, **config.target.args, **config.engine.args}
     return {name: value for name, value in args.items() if value is not None}
 
 

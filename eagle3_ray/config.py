@@ -25,6 +25,7 @@ class TargetConfig:
     revision: str | None = None
     trust_remote_code: bool = False
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)  # e.g. {thinking: true}
+    args: dict[str, Any] = field(default_factory=dict)  # sglang ServerArgs that this target needs on any hardware
 
 
 @dataclass
@@ -78,6 +79,7 @@ class HardwareConfig:
     num_actors: int = 1  # engines, one an actor
     cpus_per_actor: int = 1
     gpus_per_actor: int = 0
+    nodes_per_engine: int = 1  # more: SGLang's RayEngine, tp_size over all of them and gpus_per_actor=0; untested
     max_inflight: int = 256  # requests kept in one engine at a time while it generates
     capture_dir: str = "/dev/shm"  # where the scheduler hands rows to the actor: memory, not disk
     capture_bytes: int = 4 * 2**30  # rows that may lie there at a time; further captures wait

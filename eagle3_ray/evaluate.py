@@ -18,6 +18,7 @@ from eagle3_ray.capture import deciding_args, engine_version, fingerprint
 from eagle3_ray.config import ConfigError, PromptsConfig, SamplingConfig
 from eagle3_ray.engines.base import Answered, RequestError, answer, each
 from eagle3_ray.engines.sglang import SGLangEngine, context_length
+from eagle3_ray.engines.sglang_nodes import actor_options
 from eagle3_ray.prepare import Corpus, Prompt, prepare
 from eagle3_ray.progress import Progress
 from eagle3_ray.run import Run
@@ -68,7 +69,8 @@ def evaluate(run: Run, corpus: Corpus, drafter: str) -> dict[str, Any]:
         return summary
     start = time.monotonic()
     hardware = config.hardware
-    served = ray.remote(num_cpus=hardware.cpus_per_actor, num_gpus=hardware.gpus_per_actor, max_retries=1)(serve)
+    takes = {"num_cpus": hardware.cpus_per_actor, "num_gpus": hardware.gpus_per_actor, **actor_options(hardware)}
+    served = ray.remote(**takes, max_retries=1)(serve)
     answers = [served.remote(run, corpus, drafter)]
     if config.evaluate.baseline:
         answers.append(served.remote(run, corpus, None))  # at the same time, where there is room for two engines

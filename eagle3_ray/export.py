@@ -26,7 +26,7 @@ def export(run: Run, features: Units, drafter: str) -> dict[str, Any]:
     if not run.files.exists(f"{drafter}/summary.json"):
         raise ConfigError(f"no finished drafter at {run.files.url(drafter)}; run ray_jobs.train first")
     boundaries = features.description()["boundaries"]
-    ask = ray.remote(num_cpus=1, num_gpus=0.01 if run.config.hardware.gpus_per_actor else 0)(ask_layer_ids)
+    ask = ray.remote(num_cpus=1, num_gpus=0.01 if run.config.hardware.device == "cuda" else 0)(ask_layer_ids)
     layer_ids = ray.get(ask.remote(run.config, boundaries))
     with tempfile.TemporaryDirectory(prefix="eagle3-ray-") as scratch:
         folder = Path(scratch, "export")

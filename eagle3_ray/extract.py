@@ -30,6 +30,7 @@ from eagle3_ray.attempts import Attempts
 from eagle3_ray.engines import start_engine
 from eagle3_ray.engines.base import EngineError, RequestError, TargetEngine, answer
 from eagle3_ray.engines.sglang import context_length
+from eagle3_ray.engines.sglang_nodes import actor_options
 from eagle3_ray.prepare import Corpus
 from eagle3_ray.probe import check_norms, probe, probe_sequences
 from eagle3_ray.progress import Progress
@@ -149,6 +150,7 @@ def _rows(run: Run, corpus: Corpus, todo: list[str]) -> Iterator[dict[str, Any]]
         ),
         num_cpus=hardware.cpus_per_actor,
         num_gpus=hardware.gpus_per_actor or None,
+        **actor_options(hardware),
         max_restarts=3,
         max_task_retries=3,  # Ray's own default would retry a poison unit for ever
     )

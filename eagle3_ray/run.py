@@ -21,7 +21,7 @@ from eagle3_ray.capture import (
     target_folder,
     text_config,
 )
-from eagle3_ray.config import DTYPES, ENGINES, PLACEMENT, Config, ConfigError, check_drafter
+from eagle3_ray.config import DTYPES, ENGINES, PLACEMENT, Config, ConfigError, HardwareConfig, check_drafter
 from eagle3_ray.store.commits import Units
 from eagle3_ray.store.filesystem import Filesystem, StoreError
 
@@ -118,6 +118,7 @@ def check_values(config: Config) -> None:
         "sampling.max_new_tokens": (config.sampling.max_new_tokens, 1),
         "sampling.temperature": (config.sampling.temperature, 0),
         "hardware.num_actors": (config.hardware.num_actors, 1),
+        "hardware.nodes_per_engine": (config.hardware.nodes_per_engine, 1),
         "hardware.max_inflight": (config.hardware.max_inflight, 1),
         "hardware.capture_bytes": (config.hardware.capture_bytes, 1),
         "store.shard_bytes": (config.store.shard_bytes, 1),
@@ -138,10 +139,7 @@ def check_values(config: Config) -> None:
     for name, (number, least) in at_least.items():
         if number < least:
             raise ConfigError(f"{name}: {number} is less than {least}")
-    if config.hardware.device == "cuda" and config.hardware.tp_size > config.hardware.gpus_per_actor:
-        raise ConfigError(
-            f"hardware.gpus_per_actor: {config.hardware.gpus_per_actor} for hardware.tp_size={config.hardware.tp_size}"
-        )
+    _check_gpus(config.hardware)
     for name, only in (("pp_size", 1), ("enable_two_batch_overlap", False)):  # SGLang captures no layer under these
         if engine_args(config, "capture").get(name, only) != only:
             raise ConfigError(f"{name}: SGLang captures hidden states only with {name}={only}")
@@ -152,3 +150,22 @@ def check_values(config: Config) -> None:
             f"evaluate.num_draft_tokens: a chain (evaluate.topk=1) of {config.evaluate.num_steps} steps verifies "
             f"{config.evaluate.num_steps + 1} tokens, not {config.evaluate.num_draft_tokens}"
         )
+
+
+def _check_gpus(hardware: HardwareConfig) -> None:
+    """ConfigError unless the actor, or the nodes of its engine, hold `tp_size` GPUs."""
+    if hardware.nodes_per_engine == 1:
+        if hardware.device == "cuda" and hardware.tp_size > hardware.gpus_per_actor:
+            raise ConfigError(
+                f"hardware.gpus_per_actor: {hardware.gpus_per_actor} for hardware.tp_size={hardware.tp_size}"
+            )
+        return
+    nodes = f"with hardware.nodes_per_engine={hardware.nodes_per_engine}"
+    if hardware.tp_size % hardware.nodes_per_engine:
+        raise ConfigError(f"hardware.tp_size: {hardware.tp_size} cannot be split evenly {nodes}")
+    if hardware.gpus_per_actor:
+        raise ConfigError(
+            f"hardware.gpus_per_actor: {hardware.gpus_per_actor}, not 0, {nodes}: the schedulers take them"
+        )
+    if hardware.num_actors > 1:
+        raise ConfigError(f"hardware.num_actors: {hardware.num_actors}; one engine a run {nodes}")

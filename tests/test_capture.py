@@ -11,7 +11,14 @@ from typing import Any
 import pytest
 from conftest import compose
 
-from eagle3_ray.capture import capture_spec, check_boundaries, describe_target, fingerprint, target_config
+from eagle3_ray.capture import (
+    capture_spec,
+    check_boundaries,
+    describe_target,
+    engine_args,
+    fingerprint,
+    target_config,
+)
 from eagle3_ray.config import ConfigError
 from eagle3_ray.engines.sglang import ask_layer_ids, engine_environment
 from eagle3_ray.run import open_run
@@ -136,6 +143,7 @@ RESPONSES += ["+engine.args.context_length=1024"]
 FEATURES += ["+engine.args.decode_attention_backend=torch_native", "+hardware.env.NCCL_ALGO=Ring"]
 FEATURES += ["engine.version=0.5.22", "+engine.args.kv_cache_dtype=fp8_e4m3", "engine=transformers"]
 FEATURES += ["+hardware.capture_args.attention_backend=intel_amx", "hardware=gpu1"]
+FEATURES += ["+target.args.kv_cache_dtype=fp8_e4m3"]
 NEITHER = ["hardware.args.mem_fraction_static=0.3", "hardware.max_inflight=3", "store.shard_bytes=1000"]
 
 
@@ -147,6 +155,12 @@ def test_a_setting_moves_exactly_the_fingerprints_it_decides(
     responses = before.responses("corpus")[0].folder != after.responses("corpus")[0].folder
     features = before.features("corpus")[0].folder != after.features("corpus")[0].folder
     assert (responses, features) == (override in RESPONSES, override in RESPONSES + FEATURES)
+
+
+def test_the_targets_arguments_win_over_the_hardwares_and_engine_args_over_both() -> None:
+    overrides = ["+hardware.args.page_size=1", "+target.args.page_size=2", "+engine.args.page_size=3"]
+    sizes = [engine_args(compose(*overrides[: n + 1]), "capture")["page_size"] for n in range(3)]
+    assert sizes == [1, 2, 3]
 
 
 def test_another_corpus_is_another_set_of_responses(tiny_llama_folder: Path, tmp_path: Path) -> None:

@@ -38,6 +38,7 @@ from eagle3_ray.capture import (
 from eagle3_ray.config import Config, HardwareConfig, SamplingConfig
 from eagle3_ray.engines.base import Captured, EngineError, RequestError, Response, TargetEngine
 from eagle3_ray.engines.processes import is_alive, kill_tree, own_folder, unlink
+from eagle3_ray.engines.sglang_nodes import membership
 from eagle3_ray.engines.sglang_plugin import FOLDER_VARIABLE
 
 PLUGIN = "eagle3_ray"
@@ -70,20 +71,8 @@ class SGLangEngine(TargetEngine):
         self._failure: str | None = None
         self._schedulers: list[psutil.Process] = []
         self._shared_memory: list[str] = []  # SGLang's own, which it leaves when it is killed
-        hardware = config.hardware
-        local = Path(config.target.path).expanduser().is_dir()
-        args = {
-            "model_path": str(folder) if local else config.target.path,
-            "revision": config.target.revision,
-            "trust_remote_code": config.target.trust_remote_code,
-            "skip_tokenizer_init": True,
-            "dtype": config.engine.dtype,  # never "auto", which makes fp16 of fp32
-            "random_seed": config.sampling.seed,
-            "log_level": "info",
-            **engine_args(config, "capture" if spec else "serve"),
-            **(drafter_args or {}),
-        }
-        self._start(hardware, args, config, folder)
+        args = server_args(config, folder, "capture" if spec else "serve") | (drafter_args or {})
+        self._start(config.hardware, args, config, folder)
 
     def _start(self, hardware: HardwareConfig, args: dict[str, Any], config: Config, folder: Path) -> None:
         self.connection, theirs = Pipe()
@@ -106,6 +95,7 @@ class SGLangEngine(TargetEngine):
                     "version": engine_version(config),
                     "capture_dir": str(self.capture_dir),
                     "scratch": str(self.scratch),
+                    "cluster": membership(hardware, self.capture_dir if self.spec else None),
                 }
             )
             if not self.connection.poll(hardware.start_timeout_s):
@@ -287,6 +277,21 @@ class SGLangEngine(TargetEngine):
             return "\n".join(line[:LOG_LINE_WIDTH] for line in lines)
         except OSError:
             return ""
+
+
+def server_args(config: Config, folder: Path, purpose: str) -> dict[str, Any]:
+    """All ServerArgs of an engine that shall "capture" or "serve", but for layer ids and drafter."""
+    local = Path(config.target.path).expanduser().is_dir()
+    return {
+        "model_path": str(folder) if local else config.target.path,
+        "revision": config.target.revision,
+        "trust_remote_code": config.target.trust_remote_code,
+        "skip_tokenizer_init": True,
+        "dtype": config.engine.dtype,  # never "auto", which makes fp16 of fp32
+        "random_seed": config.sampling.seed,
+        "log_level": "info",
+        **engine_args(config, purpose),
+    }
 
 
 def engine_environment(hardware: HardwareConfig, scratch: Path, capture_dir: Path | None = None) -> dict[str, str]:

@@ -62,6 +62,7 @@ def start(setup: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     import sglang
 
     from eagle3_ray.capture import sglang_layer_ids
+    from eagle3_ray.engines.sglang_nodes import start_over_nodes
 
     if sglang.__version__ != setup["version"]:
         raise RuntimeError(f"engine.version is {setup['version']}, this node has sglang {sglang.__version__}")
@@ -73,14 +74,21 @@ def start(setup: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
             "enable_return_aux_hidden_states": True,
             "return_aux_hidden_state_layer_ids": ids,
         }
-    engine = sglang.Engine(**args)
+    capture_dir, cluster = Path(setup["capture_dir"]), setup["cluster"]
+    if cluster:
+        engine: Any = start_over_nodes(args, cluster, [setup["capture_dir"], setup["scratch"]])
+    else:
+        engine = sglang.Engine(**args)
     family = psutil.Process().children(recursive=True)
-    pids = sorted(process.pid for process in family if "sglang::scheduler" in "".join(process.cmdline()))
-    if not pids:
+    if cluster:
+        pids = [int(path.stem) for path in capture_dir.glob("*.hooked")]  # those on this node; Ray watches them all
+    else:
+        pids = sorted(process.pid for process in family if "sglang::scheduler" in "".join(process.cmdline()))
+    if not pids and not (cluster and not setup["boundaries"]):
         raise RuntimeError("sglang names no scheduler process")
     captures: dict[str, Any] = {"hooked": {}, "layers_to_capture": []}
     if setup["boundaries"]:
-        captures = plugin_answers(Path(setup["capture_dir"]), pids, setup["boundaries"])
+        captures = plugin_answers(capture_dir, pids, setup["boundaries"])
     resolved = engine.server_args
     return engine, {
         "engine": f"{type(engine).__module__}.{type(engine).__qualname__}",

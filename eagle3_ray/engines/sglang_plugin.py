@@ -43,17 +43,35 @@ def load() -> None:
     HookRegistry.register(TO_ANSWER, answer, HookType.AFTER)
 
 
+def load_in_worker() -> None:
+    """For a Ray worker that may become a scheduler. Raises where a hook is missing: Ray then starts nothing in it."""
+    load()
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    HookRegistry.apply_hooks()
+    missing = [target for target in HOOKS if target not in _hooked()]
+    if missing:
+        raise RuntimeError(f"the capture plugin did not hook {', '.join(missing)}")
+
+
 def answer(result: Any, scheduler: Any) -> None:
     """Write down, when the scheduler says that it is up, which targets hold our hooks and which layers are captured."""
-    hooked = [
-        target for target, hook in zip(HOOKS, (with_last_hidden, rows_to_file), strict=True) if _holds(target, hook)
-    ]
+    hooked, folder = _hooked(), os.environ[FOLDER_VARIABLE]
+    if not os.path.isdir(folder):  # a rank on another node: `load_in_worker` has looked
+        return
     model = scheduler.tp_worker.model_runner.model
     layers = [getattr(module, "layers_to_capture", None) for module in model.modules()]
-    path = os.path.join(os.environ[FOLDER_VARIABLE], f"{os.getpid()}.hooked")
+    path = os.path.join(folder, f"{os.getpid()}.hooked")
     with open(path + ".tmp", "w") as file:
         json.dump({"hooked": hooked, "layers_to_capture": [list(found) for found in layers if found]}, file)
     os.replace(path + ".tmp", path)
+
+
+def _hooked() -> list[str]:
+    """The targets that hold our hooks."""
+    return [
+        target for target, hook in zip(HOOKS, (with_last_hidden, rows_to_file), strict=True) if _holds(target, hook)
+    ]
 
 
 def _holds(target: str, hook: Any) -> bool:
