@@ -247,8 +247,6 @@ FAULTS = {
     "+engine.args.no_such_argument=1": "no_such_argument",
     "+engine.args.moe_runner_backend=no_such_backend": "moe_runner_backend: 'no_such_backend'",
     "+engine.args.kv_cache_dtype=no_such_dtype": "kv_cache_dtype: 'no_such_dtype'",
-    "+engine.args.pp_size=2": "pp_size == 1",
-    "+engine.args.enable_two_batch_overlap=true": "two batch overlap",
 }
 
 
