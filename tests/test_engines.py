@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -20,6 +21,7 @@ from eagle3_ray.engines.base import EngineError, RequestError, answer, each
 from eagle3_ray.engines.sglang import SGLangEngine, engine_environment, is_alive, own_folder
 from eagle3_ray.engines.sglang_plugin import HOOKS
 from eagle3_ray.engines.transformers import TransformersEngine
+from eagle3_ray.probe import probe
 from eagle3_ray.run import Run, open_run
 
 pytestmark = pytest.mark.engine
@@ -162,6 +164,49 @@ def test_the_likeliest_next_tokens_are_the_targets(smollm2_engine, smollm2_refer
     found, wanted = smollm2_engine.next_tokens(prompts[0]), smollm2_reference.next_tokens(prompts[0])
     assert [token for _, token in found] == [token for _, token in wanted]
     assert torch.allclose(torch.tensor([p for p, _ in found]), torch.tensor([p for p, _ in wanted]), atol=1e-3)
+
+
+def test_the_probe_passes_on_a_real_engine_with_either_reference(
+    smollm2, smollm2_engine, prompts, tmp_path, monkeypatch
+):
+    run = open_run(compose(f"target.path={smollm2}", f"store.root={tmp_path}"))
+    found = probe(run, smollm2_engine, prompts[:3])
+    assert found["reference"] == "transformers" and max(found["errors"].values()) < 1e-5
+    monkeypatch.setattr("eagle3_ray.probe.REFERENCE_BYTES", 0)
+    found = probe(run, smollm2_engine, prompts[:3])
+    assert found["reference"] == "output head"
+    assert found["same_token"] == 1.0 and found["logprob_error"] < 1e-4
+
+
+@pytest.mark.full
+def test_the_probe_passes_on_a_real_engine_in_bf16(smollm2, prompts, tmp_path, monkeypatch) -> None:
+    """Its limits leave room for the rounding, and none for a neighbouring boundary."""
+    run = open_run(compose(f"target.path={smollm2}", f"store.root={tmp_path}", "engine.dtype=bfloat16"))
+    engine = start_engine(run.config, run.folder, run.spec)
+    try:
+        found = probe(run, engine, prompts[:3])
+        assert found["reference"] == "transformers" and 1e-4 < max(found["errors"].values()) < 0.05
+        monkeypatch.setattr("eagle3_ray.probe.REFERENCE_BYTES", 0)
+        assert probe(run, engine, prompts[:3])["reference"] == "output head"
+    finally:
+        engine.close()
+
+
+@pytest.mark.full
+def test_an_engine_that_answers_no_more_counts_as_dead(tiny_llama_folder, tmp_path) -> None:
+    overrides = [f"target.path={tiny_llama_folder}", f"store.root={tmp_path}", "hardware.stall_timeout_s=4"]
+    run = open_run(compose(*overrides))
+    engine = start_engine(run.config, run.folder, run.spec)
+    processes = [psutil.Process(pid) for pid in [*engine.info["scheduler_pids"], engine.info["child_pid"]]]
+    try:
+        time.sleep(6)  # with nothing to do, silence is no stall
+        engine.capture([[5, 6, 7]])
+        processes[0].suspend()
+        with pytest.raises(EngineError, match="no answer for hardware.stall_timeout_s=4"):
+            engine.capture([[5, 6, 7]])
+    finally:
+        engine.close()
+    assert not any(is_alive(process) for process in processes)
 
 
 PLANTED = {

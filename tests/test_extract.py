@@ -14,7 +14,15 @@ from conftest import compose
 
 from eagle3_ray.engines.base import EngineError
 from eagle3_ray.engines.transformers import TransformersEngine
-from eagle3_ray.extract import BARREN_CRASHES, FAILED_STARTS, ExtractError, Extractor, capture_units, extracted
+from eagle3_ray.extract import (
+    BARREN_CRASHES,
+    FAILED_STARTS,
+    ExtractError,
+    Extractor,
+    capture_units,
+    extract,
+    extracted,
+)
 from eagle3_ray.prepare import Corpus, prepare
 from eagle3_ray.probe import ProbeError
 from eagle3_ray.run import Run, open_run
@@ -195,6 +203,22 @@ def test_a_prompt_that_kills_every_engine_is_given_up_alone(line, monkeypatch) -
     assert {sample["id"] for sample in commit.samples} == {"p0", "p1", "p2", "p4"}
     with pytest.raises(ExtractError, match="1 of 5 samples failed, more than prompts.max_bad_share=0.05"):
         extracted(run, corpus)
+
+
+def test_too_many_failures_stop_the_job_before_the_last_unit(line, monkeypatch) -> None:
+    run, corpus = line("sampling.max_new_tokens=2030")  # no prompt has room
+    worked = []
+
+    def rows(run, corpus, todo):  # what Ray does, one unit after the other
+        extractor = Extractor(run, corpus)
+        for unit in todo:
+            worked.append(unit)
+            yield {name: value for name, (value,) in extractor({"unit": [unit]}).items()}
+
+    monkeypatch.setattr("eagle3_ray.extract._rows", rows)
+    with pytest.raises(ExtractError, match="2 of 5 samples failed, more than prompts.max_bad_share=0.05"):
+        extract(run, corpus)
+    assert worked == ["000000"]
 
 
 def test_engines_that_all_die_stop_the_job(line, monkeypatch) -> None:
