@@ -1,9 +1,9 @@
 """What capture costs an engine, and how full the extraction keeps it: `python benchmarks/capture.py`.
 
-Two engines on SmolLM2, one with our plugin and one stock, take the same stream of batches in turns; while one is
-measured the other is stopped. Three ways through a batch: prefill alone; prefill with capture and a shard committed to
-disk; SGLang's own hidden states, nested Python lists. Then a real extraction of 300 prompts, whose decode batches
-SGLang logs. The last line is one JSON object of ratios; on CPU they say nothing of a GPU.
+Two engines on SmolLM2, one with our plugin and one stock, take batches of new tokens in turns; while one is measured,
+the other is stopped. Three ways through a batch: prefill alone, on the engine with our plugin; the same with capture,
+and a shard committed to disk; SGLang's own hidden states, nested Python lists. Then a real extraction of 300 prompts,
+whose decode batches SGLang logs. The last line is one JSON object of ratios; on CPU they say nothing of a GPU.
 """
 
 from __future__ import annotations
@@ -157,8 +157,7 @@ def rates(run: Run, args: argparse.Namespace, folder: Path) -> dict[str, list[fl
 
 
 def occupancy(run: Run) -> dict[str, float]:
-    """The mean share of hardware.max_inflight that decodes, over all decode steps of an extraction; and its end, when
-    nothing is left to fill the batch with, apart."""
+    """The mean share of hardware.max_inflight that decodes, over all decode steps of an extraction to its very end."""
     corpus = prepare(run, run.config.prompts)
     for units, description in (run.responses(corpus.fingerprint), run.features(corpus.fingerprint)):
         units.describe(description)

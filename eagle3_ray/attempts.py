@@ -3,6 +3,9 @@
 An attempt that ended well is deleted again. What is left are crashes, each with the samples that were then at work. A
 unit that crashed twice is tried in halves, and a half that crashes again in halves of that, until one sample is alone:
 it is given up when it has crashed three times. So a poison sample costs a few engine starts, and the rest is done.
+
+Where the actor died too, nobody knows why: it may have been stopped. Such crashes make a sample suspected, but alone
+they must be three to give it up.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from eagle3_ray.store.commits import Units
 
 TOGETHER = 2  # crashes after which samples are tried in halves
 ALONE = 3  # crashes after which a sample that was alone in the last one is given up
+DIED = "the actor died, or was stopped"
 LOG_LINES = 5  # of the engine's log that go into the reason
 
 
@@ -41,7 +45,10 @@ class Attempts:
         found = {}
         for sample in todo:
             crashes = [crash for crash in self.crashes if sample in crash["samples"]]
-            if len(crashes) >= ALONE and crashes[-1]["samples"] == [sample]:
+            alone = [crash for crash in crashes if crash["samples"] == [sample]]
+            if len(crashes) < ALONE or not alone or alone[-1] is not crashes[-1]:
+                continue
+            if alone[-1]["error"] != DIED or len(alone) >= ALONE:
                 first, *log = crashes[-1]["error"].splitlines()
                 said = "\n".join([first, *log[-LOG_LINES:]])
                 found[sample] = f"quarantined: the engine died {len(crashes)} times with it: {said}"
@@ -50,7 +57,7 @@ class Attempts:
     def begin(self, samples: list[int]) -> str:
         """Write down what is tried; returns the key to end it by."""
         key = f"{self.folder}/{len(self.crashes):04d}.{uuid4().hex[:12]}.json"
-        self._write(key, samples, "the actor died")
+        self._write(key, samples, DIED)
         return key
 
     def crashed(self, key: str, samples: list[int], error: str) -> None:
@@ -59,6 +66,7 @@ class Attempts:
         self.crashes.append({"samples": samples, "error": error})
 
     def ended(self, key: str) -> None:
+        """It ended without a crash."""
         self.files.delete(key)
 
     def _write(self, key: str, samples: list[int], error: str) -> None:

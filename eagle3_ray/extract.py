@@ -19,7 +19,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ import torch
 from eagle3_ray.attempts import Attempts
 from eagle3_ray.engines import start_engine
 from eagle3_ray.engines.base import EngineError, RequestError, TargetEngine, answer
+from eagle3_ray.engines.processes import own_folder
 from eagle3_ray.engines.sglang import context_length
 from eagle3_ray.engines.sglang_nodes import actor_options
 from eagle3_ray.prepare import Corpus
@@ -47,11 +48,20 @@ from eagle3_ray.store.shards import (
 
 UNITS = 2  # that one actor works at once
 FAILED_STARTS = 3  # engine starts in a row that may fail
-BARREN_CRASHES = 12  # deaths of engines in a row, with nothing done between two: more than it takes to find one sample
+PAUSE_S = 10.0  # after the first of them, twice that after the second
+BARREN_CRASHES = 16  # deaths of engines in a row, with nothing done between two: more than it takes to find one sample
 
 
 class ExtractError(RuntimeError):
     """The stage cannot go on, or is not done."""
+
+
+class _Crash(RuntimeError):
+    """The engine died."""
+
+    def __init__(self, why: str, at_work: list[int]) -> None:
+        super().__init__(why)
+        self.at_work = at_work
 
 
 def extract(run: Run, corpus: Corpus) -> dict[str, Any]:
@@ -163,7 +173,7 @@ class Extractor:
 
     def __init__(self, run: Run, corpus: Corpus) -> None:
         self.engine: TargetEngine | None = None
-        self.cache = Path(tempfile.mkdtemp(prefix="eagle3-ray-"))
+        self.cache, self.cache_lock = own_folder(Path(tempfile.gettempdir()))
         self.run, self.corpus = run, corpus
         self.responses, _ = run.responses(corpus.fingerprint)
         self.features, _ = run.features(corpus.fingerprint)
@@ -171,7 +181,8 @@ class Extractor:
         self.starts = self.told_starts = self.crashes_in_a_row = 0
         self.info: dict[str, Any] = {}  # of the last engine, its probe included
         self.changing = threading.Lock()  # of self.engine
-        self.suspects = threading.Lock()  # one suspected sample at a time, or two units would blame each other
+        self.turn = threading.Condition()  # of the attempts that run, and whether one of them must run alone
+        self.attempts, self.alone = 0, False
         # Two queues: a capture must not wait behind all the generation of the next unit
         inflight = run.config.hardware.max_inflight
         self.generating, self.capturing = ThreadPoolExecutor(inflight), ThreadPoolExecutor(inflight)
@@ -296,15 +307,32 @@ class Extractor:
             if not todo:
                 return [done[number] for number in numbers]
             group, suspected = attempts.next_group(todo)
-            with self.suspects if suspected else nullcontext():
+            with self._turn(alone=suspected):
                 engine = self._running()
                 key = attempts.begin(group)
-                at_work, error = self._attempt(engine, group, work, done, pool, progress)
-                if error is None:
+                try:
+                    self._attempt(engine, group, work, done, pool, progress)
+                except _Crash as crash:
+                    attempts.crashed(key, crash.at_work, str(crash))
+                    self._ended(engine, crash)
+                except BaseException:
                     attempts.ended(key)
+                    raise
                 else:
-                    attempts.crashed(key, at_work, str(error))
-                    self._ended(engine, error)
+                    attempts.ended(key)
+
+    @contextmanager
+    def _turn(self, alone: bool) -> Iterator[None]:
+        """Attempts run side by side, but a suspected one with no other: two units would blame each other."""
+        with self.turn:
+            self.turn.wait_for(lambda: not self.alone and not (alone and self.attempts))
+            self.attempts, self.alone = self.attempts + 1, alone
+        try:
+            yield
+        finally:
+            with self.turn:
+                self.attempts, self.alone = self.attempts - 1, False
+                self.turn.notify_all()
 
     def _attempt(
         self,
@@ -314,19 +342,20 @@ class Extractor:
         done: dict[int, Any],
         pool: ThreadPoolExecutor,
         progress: Progress,
-    ) -> tuple[list[int], EngineError | None]:
-        """`work` for a group, into `done`; returns what was at work when the engine died, and why it did."""
+    ) -> None:
+        """`work` for a group, into `done`. _Crash where the engine died; where it was replaced, not all is done."""
         at_work: set[int] = set()
         died = threading.Event()
 
         def run_one(number: int) -> None:
-            if died.is_set():  # what had not begun is not to blame
+            if died.is_set() or self.engine is not engine:  # what had not begun is not to blame
+                died.set()
                 return
             at_work.add(number)
             try:
                 done[number] = work(engine, number)
             except RequestError as error:
-                done[number] = error
+                done[number] = error.with_traceback(None)  # whose frames would hold the states in shared memory
             except EngineError:
                 died.set()
                 raise
@@ -339,7 +368,8 @@ class Extractor:
         for error in errors:
             if not isinstance(error, EngineError):
                 raise error
-        return sorted(at_work), next((error for error in errors if isinstance(error, EngineError)), None)
+        if errors:
+            raise _Crash(str(errors[0]), sorted(at_work))
 
     def _running(self) -> TargetEngine:
         """The engine, started and probed where there is none."""
@@ -348,24 +378,29 @@ class Extractor:
             while self.engine is None:
                 self.starts += 1
                 try:
-                    self.engine = start_engine(self.run.config, self.run.folder, self.run.spec)
-                    self._check(self.engine)
+                    engine = start_engine(self.run.config, self.run.folder, self.run.spec)
+                    self._check(engine, failed)
+                    self.engine = engine
                 except EngineError as error:
                     failed += 1
                     if failed == FAILED_STARTS:
                         raise ExtractError(f"the engine failed to start {failed} times in a row: {error}") from error
+                    time.sleep(PAUSE_S * failed)  # what it lacked, memory above all, may be freed
             return self.engine
 
-    def _check(self, engine: TargetEngine) -> None:
-        """Nothing is captured before the engine is known to be the one that the stored features are from."""
+    def _check(self, engine: TargetEngine, failed: int) -> None:
+        """Nothing is captured before the engine is known to be the one that the stored features are from.
+
+        After a failure other prompts are captured: one of the first may be what kills it.
+        """
         try:
             prompts = self.corpus.read(self.corpus.units[0])
+            prompts = prompts[failed * len(prompts) // FAILED_STARTS :]
             found = probe(self.run, engine, probe_sequences([prompt.segments[0] for prompt in prompts]))
             self.features.record("engine", engine.info.get("resolved", {}))
             self.info = engine.info | {"probe": found}
         except BaseException:
             engine.close()
-            self.engine = None
             raise
 
     def _ended(self, engine: TargetEngine, error: BaseException) -> None:

@@ -140,6 +140,11 @@ def check_values(config: Config) -> None:
         if number < least:
             raise ConfigError(f"{name}: {number} is less than {least}")
     _check_gpus(config.hardware)
+    if config.hardware.nodes_per_engine > 1 and engine_args(config, "capture").get("enable_dp_attention"):
+        raise ConfigError(
+            "enable_dp_attention: ranks of other nodes would hand rows over where the actor cannot read them; not with "
+            f"hardware.nodes_per_engine={config.hardware.nodes_per_engine}"
+        )
     for name, only in (("pp_size", 1), ("enable_two_batch_overlap", False)):  # SGLang captures no layer under these
         if engine_args(config, "capture").get(name, only) != only:
             raise ConfigError(f"{name}: SGLang captures hidden states only with {name}={only}")

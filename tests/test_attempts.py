@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from eagle3_ray.attempts import ALONE, TOGETHER, Attempts
+from eagle3_ray.attempts import ALONE, DIED, TOGETHER, Attempts
 from eagle3_ray.store.commits import Units
 from eagle3_ray.store.filesystem import Filesystem
 
@@ -51,7 +51,7 @@ def test_the_poison_is_given_up_and_the_rest_is_done(units, samples: int, poison
     done, given_up, deaths = work(units, todo, poison, keep_done)
     assert done == set(todo) - poison
     assert given_up.keys() == poison
-    each = TOGETHER + math.ceil(math.log2(samples)) + 1
+    each = TOGETHER + math.ceil(math.log2(samples)) + (1 if keep_done else ALONE)
     assert deaths <= max(ALONE, each) * max(1, len(poison)) and bool(deaths) == bool(poison)
 
 
@@ -67,8 +67,21 @@ def test_the_reason_has_the_end_of_the_log(units) -> None:
 def test_one_death_of_the_actor_suspects_nobody(units) -> None:
     Attempts(units, "u").begin([0, 1, 2])  # and the actor dies
     again = Attempts(units, "u")
-    assert again.crashes == [{"samples": [0, 1, 2], "error": "the actor died"}]
+    assert again.crashes == [{"samples": [0, 1, 2], "error": DIED}]
     assert again.next_group([0, 1, 2]) == ([0, 1, 2], False)
+
+
+def test_a_job_that_is_stopped_again_and_again_costs_no_sample_of_a_group(units) -> None:
+    for _ in range(5):
+        attempts = Attempts(units, "u")
+        group, _ = attempts.next_group(list(range(64)))
+        attempts.begin(group)  # and all is stopped
+    attempts = Attempts(units, "u")
+    assert attempts.given_up(list(range(64))) == {}
+    attempts.begin([0])
+    assert Attempts(units, "u").given_up([0]) == {}  # alone for the first time
+    attempts.crashed(attempts.begin([0]), [0], "the engine failed")
+    assert list(Attempts(units, "u").given_up([0])) == [0]  # this time it was seen
 
 
 def test_what_ended_well_leaves_no_trace(units) -> None:

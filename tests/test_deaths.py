@@ -18,6 +18,7 @@ import ray
 import torch
 from conftest import compose
 
+from eagle3_ray.attempts import DIED
 from eagle3_ray.engines.processes import SHARED_MEMORY, shared_memory
 from eagle3_ray.extract import Extractor, extract, extracted
 from eagle3_ray.prepare import Corpus, prepare
@@ -96,12 +97,18 @@ def engine_processes() -> list[psutil.Process]:
     return found
 
 
+def read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except FileNotFoundError:  # it ended meanwhile
+        return ""
+
+
 def kill_schedulers(store: Path, killed: list[int], stop: threading.Event) -> None:
     """As an operator would see it from outside: where captures are at work, kill the scheduler at a random moment."""
     draw = random.Random(1)
     while len(killed) < KILLS and not stop.wait(0.02):
-        attempts = store.glob("features/*/attempts/*/*.json")
-        at_work = any("the actor died" in path.read_text() for path in attempts if path.exists())  # not ended yet
+        at_work = any(DIED in read(path) for path in store.glob("features/*/attempts/*/*.json"))  # not ended yet
         schedulers = [p for p in engine_processes() if "sglang::scheduler" in " ".join(p.cmdline())]
         if at_work and schedulers and schedulers[0].pid not in killed:
             time.sleep(draw.uniform(0, 0.3))

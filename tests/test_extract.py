@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -12,10 +13,9 @@ import pytest
 import torch
 from conftest import compose
 
-from eagle3_ray.engines.base import EngineError
+from eagle3_ray.engines.base import EngineError, RequestError
 from eagle3_ray.engines.transformers import TransformersEngine
 from eagle3_ray.extract import (
-    BARREN_CRASHES,
     FAILED_STARTS,
     ExtractError,
     Extractor,
@@ -164,6 +164,29 @@ def test_states_that_are_not_finite_are_a_status(line, monkeypatch) -> None:
     assert reasons == ["boundary 3: the states are not finite"] * 2
 
 
+def test_rejected_states_are_freed_at_once(line, monkeypatch) -> None:
+    """Else they would fill the shared memory that the next capture waits for."""
+    run, corpus = line("hardware.max_inflight=1", "prompts.unit_size=5", "prompts.max_bad_share=1")
+    capture, alive = TransformersEngine.capture, []
+
+    def tracked(self, sequences):
+        assert not any(reference() for reference in alive)
+        found = capture(self, sequences)
+        alive.extend(weakref.ref(one) for one in found)
+        return found
+
+    def reject(*args):
+        raise RequestError("unlike the probe's")
+
+    work(run, corpus)
+    other, _ = line("capture.boundaries=[1,3]", "hardware.max_inflight=1", "prompts.unit_size=5")
+    monkeypatch.setattr("eagle3_ray.extract.probe", lambda *args: {"norms": {}})
+    monkeypatch.setattr("eagle3_ray.extract.check_norms", reject)
+    monkeypatch.setattr(TransformersEngine, "capture", tracked)
+    (row,) = work(other, corpus)
+    assert len(alive) == 5 and row["failed"] == [5]
+
+
 def test_an_engine_that_dies_costs_what_was_in_flight(line, monkeypatch) -> None:
     run, corpus = line("hardware.max_inflight=1")
     generate, prompts = TransformersEngine.generate, []
@@ -232,12 +255,50 @@ def test_engines_that_all_die_stop_the_job(line, monkeypatch) -> None:
         patch.setattr("eagle3_ray.extract.BARREN_CRASHES", 2)
         with pytest.raises(ExtractError, match="2 engines in a row died .*: gone for good"):
             work(run, corpus, ["000001"])
-    assert BARREN_CRASHES == 12
+    monkeypatch.setattr("eagle3_ray.extract.PAUSE_S", 0)
     monkeypatch.setattr("eagle3_ray.extract.start_engine", dead)
     extractor = Extractor(run, corpus)
     with pytest.raises(ExtractError, match="failed to start 3 times in a row: gone for good"):
         extractor({"unit": ["000002"]})
     assert extractor.starts == FAILED_STARTS
+
+
+def test_a_deadly_prompt_is_given_up_even_where_the_probe_would_use_it(line, monkeypatch) -> None:
+    run, corpus = line("prompts.unit_size=5")
+    poison = corpus.read("000000")[0].segments[0]
+    generate, capture = TransformersEngine.generate, TransformersEngine.capture
+
+    def deadly(method):
+        def call(self, sequences, *args):
+            if any(ids[: len(poison)] == poison for ids in sequences):
+                raise EngineError("gone")
+            return method(self, sequences, *args)
+
+        return call
+
+    monkeypatch.setattr(TransformersEngine, "generate", deadly(generate))
+    monkeypatch.setattr(TransformersEngine, "capture", deadly(capture))
+    monkeypatch.setattr("eagle3_ray.extract.PAUSE_S", 0)
+    (row,) = work(run, corpus)
+    assert (row["samples"], row["failed"]) == ([4], [1])
+    (failure,) = run.responses(corpus.fingerprint)[0].read_commit("000000").facts["failed"]
+    assert failure["id"] == "p0" and failure["reason"].startswith("quarantined")
+
+
+def test_a_suspected_sample_runs_with_no_other(line) -> None:
+    extractor = Extractor(*line())
+    running, alone = [], threading.Event()
+
+    def attempt(suspected: bool) -> None:
+        with extractor._turn(alone=suspected):
+            running.append(suspected)
+            assert not suspected or running.count(False) == 0
+            alone.wait(0.2)
+            running.remove(suspected)
+
+    with ThreadPoolExecutor(6) as pool:
+        list(pool.map(attempt, [False, True, False, True, False, False]))
+    assert running == [] and not extractor.alone and extractor.attempts == 0
 
 
 def test_units_share_one_engine_and_do_not_wait_for_each_other(line, monkeypatch) -> None:

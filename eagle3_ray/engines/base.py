@@ -50,7 +50,7 @@ class TargetEngine(ABC):
 
     @abstractmethod
     def capture(self, sequences: Sequence[list[int]]) -> list[Captured]:
-        """The states of each sequence: one row a token, or EngineError; never a short record."""
+        """The states of each sequence: one row a token, or RequestError; never a short record."""
 
     @abstractmethod
     def next_tokens(self, ids: list[int]) -> list[tuple[float, int]]:

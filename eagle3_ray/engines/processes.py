@@ -16,6 +16,8 @@ from typing import IO
 import psutil
 
 SHARED_MEMORY = "/dev/shm/"
+SHARED_MEMORY_NAMES = "shared_memory"  # in an engine's own folder: what SGLang has there
+RELEASE_S = 120.0  # a scheduler that is killed frees hundreds of GB before it is gone
 
 
 def own_folder(parent: Path) -> tuple[Path, IO[bytes]]:
@@ -26,6 +28,8 @@ def own_folder(parent: Path) -> tuple[Path, IO[bytes]]:
     for lock in parent.glob("eagle3-ray-engine-*/lock"):
         with contextlib.suppress(OSError), lock.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # BlockingIOError: its owner lives
+            names = lock.parent / SHARED_MEMORY_NAMES
+            unlink(names.read_text().splitlines() if names.exists() else [])
             shutil.rmtree(lock.parent, ignore_errors=True)
     folder = Path(tempfile.mkdtemp(prefix="eagle3-ray-engine-", dir=parent))
     mine = (folder / "new").open("wb")
@@ -40,9 +44,11 @@ def kill_tree(process: subprocess.Popen[bytes], schedulers: list[psutil.Process]
     `schedulers` are named because they are nobody's children any more once the child is dead.
     """
     family = list(schedulers)
-    with contextlib.suppress(psutil.NoSuchProcess):
-        family += psutil.Process(process.pid).children(recursive=True)
-    left = shared_memory([process.pid, *(relative.pid for relative in family)])
+    left: set[str] = set()
+    if process.poll() is None:  # else its pid may be another's by now
+        with contextlib.suppress(psutil.NoSuchProcess):
+            family += psutil.Process(process.pid).children(recursive=True)
+        left = shared_memory([process.pid, *(relative.pid for relative in family if is_alive(relative))])
     try:
         process.wait(grace_s)
     except subprocess.TimeoutExpired:
@@ -51,7 +57,7 @@ def kill_tree(process: subprocess.Popen[bytes], schedulers: list[psutil.Process]
     for relative in family:
         with contextlib.suppress(psutil.NoSuchProcess):
             relative.kill()
-    deadline = time.monotonic() + 10.0
+    deadline = time.monotonic() + RELEASE_S
     while any(is_alive(relative) for relative in family) and time.monotonic() < deadline:
         time.sleep(0.05)
     unlink(left)

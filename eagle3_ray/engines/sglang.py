@@ -212,10 +212,10 @@ class SGLangEngine(TargetEngine):
         self._pending[number] = future
         try:
             self._send({"number": number, **request})
-        except OSError:
+        except (OSError, TypeError):  # TypeError: closed by close() meanwhile
             self._fail("the engine's process ended")
-        if self._failure:  # it may have failed between two calls
-            self._fail(self._failure)
+        if self._failure or self._closing:  # it may have failed between two calls
+            self._fail("the engine's process ended")
         return future
 
     def _send(self, message: dict[str, Any]) -> None:
@@ -257,9 +257,8 @@ class SGLangEngine(TargetEngine):
         return None
 
     def _fail(self, reason: str) -> None:
-        if self._closing:
-            reason = "closed"
-        elif self._failure is None:
+        reason = self._failure or ("closed" if self._closing else reason)
+        if self._failure is None and not self._closing:
             self._failure = reason
             kill_tree(self.process, self._schedulers, grace_s=0.0)
             unlink(self._shared_memory)

@@ -11,13 +11,14 @@ import json
 import os
 import shutil
 import sys
+import traceback
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from eagle3_ray.engines.processes import shared_memory, unlink
+from eagle3_ray.engines.processes import SHARED_MEMORY_NAMES, shared_memory, unlink
 
 # ServerArgs as SGLang resolved them from the model and the hardware: another value of one computes other numbers
 RESOLVED = (
@@ -46,9 +47,10 @@ def main(connection: Connection) -> None:
     except BaseException as error:
         connection.send(("failed", f"{type(error).__name__}: {error}"))
         raise
-    connection.send(("ready", info))
-    left = set(info["shared_memory"])
+    left = info["shared_memory"]
+    Path(setup["scratch"], SHARED_MEMORY_NAMES).write_text("\n".join(left))  # for who cleans up after us
     try:
+        connection.send(("ready", info))
         engine.loop.run_until_complete(serve(engine, connection))
     finally:  # also when the actor is gone: nobody else would clean up
         engine.shutdown()
@@ -146,6 +148,8 @@ async def serve(engine: Any, connection: Connection) -> None:
 async def respond(engine: Any, connection: Connection, request: dict[str, Any]) -> None:
     """Answer one request: {number, ids, sampling} generates, {number, ids, rid} captures into <rid>.rows, and
     {number, ids} alone asks for the likeliest token after each."""
+    from fastapi import HTTPException
+
     try:
         if "rid" in request:
             output = await engine.async_generate(
@@ -169,7 +173,7 @@ async def respond(engine: Any, connection: Connection, request: dict[str, Any]) 
             )
             first = output["meta_info"]["input_top_logprobs"][1:]  # nothing is in front of the first token
             answer = [best[0][:2] for best in [*first, output["meta_info"]["output_top_logprobs"][0]]]
-    except ValueError as error:  # SGLang's word for a request it will not take
+    except (ValueError, HTTPException) as error:  # SGLang's words for a request that it will not take, or gives up
         connection.send((request["number"], "refused", str(error)))
     except Exception as error:
         connection.send((request["number"], "failed", f"{type(error).__name__}: {error}"))
@@ -178,5 +182,9 @@ async def respond(engine: Any, connection: Connection, request: dict[str, Any]) 
 
 
 if __name__ == "__main__":
-    main(Connection(int(sys.argv[1])))
+    try:
+        main(Connection(int(sys.argv[1])))
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
     os._exit(0)  # SGLang's threads would keep a finished process alive
