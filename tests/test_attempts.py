@@ -79,7 +79,8 @@ def test_a_job_that_is_stopped_again_and_again_costs_no_sample_of_a_group(units)
     attempts = Attempts(units, "u")
     assert attempts.given_up(list(range(64))) == {}
     attempts.begin([0])
-    assert Attempts(units, "u").given_up([0]) == {}  # alone for the first time
+    attempts = Attempts(units, "u")
+    assert attempts.given_up([0]) == {}  # alone for the first time
     attempts.crashed(attempts.begin([0]), [0], "the engine failed")
     assert list(Attempts(units, "u").given_up([0])) == [0]  # this time it was seen
 

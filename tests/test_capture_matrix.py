@@ -32,11 +32,19 @@ GREEDY = SamplingConfig(max_new_tokens=24)
 LAYERS = 8
 REFERENCE = {"kimi_k25": "deepseek_v3"}  # Transformers has no Kimi-K2.5; its language model is this one
 SETTINGS = {"kimi_k25": ["+engine.args.enable_multimodal=false"]}  # the tiny folder holds no image processor
+TWO_GROUPS = ["+engine.args.dp_size=2", "+engine.args.enable_dp_attention=true"]  # each rank has its own requests
 TWO_RANKS = ["hardware.tp_size=2", '+hardware.env.SGLANG_CPU_OMP_THREADS_BIND="0|1"']
 
 
 def row(target: str, boundaries: list[int] | None = None, *settings: str, full: bool = True):
-    name = "-".join([target, *map(str, boundaries or ["default"]), *(["tp2"] if settings else [])])
+    name = "-".join(
+        [
+            target,
+            *map(str, boundaries or ["default"]),
+            *(["tp2"] if settings else []),
+            *(["dp2"] if len(settings) > 2 else []),
+        ]
+    )
     return pytest.param((target, boundaries, settings), id=name, marks=[pytest.mark.full] if full else [])
 
 
@@ -51,6 +59,7 @@ ENGINES = [
     row("qwen3", [1, 4, 7]),
     row("deepseek_v3"),
     row("deepseek_v3", [0, 3, 7]),
+    row("deepseek_v3", None, *TWO_RANKS, *TWO_GROUPS),
     row("kimi_k25", [3, 4, 7]),
 ]
 
@@ -104,7 +113,8 @@ def test_a_batch_is_captured_whole_in_either_order(pair: Pair) -> None:
         pair.assert_equal(*batch)
     steps = re.findall(r"Prefill batch.*?#new-seq: (\d+), #new-token: (\d+)", pair.engine.log.read_text())
     sequences, tokens = ([int(number) for number in numbers] for numbers in zip(*steps, strict=True))
-    assert max(tokens) == CHUNK  # so the long ones did come in chunks,
+    groups = pair.engine.info["resolved"]["dp_size"]
+    assert max(tokens) == CHUNK // groups  # so the long ones did come in chunks,
     assert max(sequences) > 2  # and several sequences shared a step
 
 
