@@ -141,8 +141,8 @@ def test_captures_with_a_killed_scheduler_equal_undisturbed_ones(line, local_ray
         assert torch.equal(sample.input_ids, wanted[name].input_ids)
         for got, expected in ((sample.aux, wanted[name].aux), (sample.last_hidden, wanted[name].last_hidden)):
             assert (got - expected).abs().max() <= 1e-4 * expected.abs().max()
-    deadline = time.monotonic() + 30  # Ray ends the actor after the data set
-    while engine_processes() and time.monotonic() < deadline:
+    deadline = time.monotonic() + 30  # Ray ends the actor after the data set, and it tidies up after its engine
+    while (engine_processes() or left_behind()) and time.monotonic() < deadline:
         time.sleep(0.2)
     assert engine_processes() == []
     assert left_behind() == set()
