@@ -25,6 +25,7 @@ from typing import Any
 
 import ray
 import torch
+from tenacity import RetryError, Retrying, retry_if_exception_type, stop_after_attempt, wait_incrementing
 
 from eagle3_ray.attempts import Attempts
 from eagle3_ray.engines import start_engine
@@ -178,7 +179,7 @@ class Extractor:
         self.responses, _ = run.responses(corpus.fingerprint)
         self.features, _ = run.features(corpus.fingerprint)
         self.context_length = context_length(run.config, run.folder)
-        self.starts = self.told_starts = self.crashes_in_a_row = 0
+        self.starts = self.told_starts = self.failed_starts = self.crashes_in_a_row = 0
         self.info: dict[str, Any] = {}  # of the last engine, its probe included
         self.changing = threading.Lock()  # of self.engine
         self.turn = threading.Condition()  # of the attempts that run, and whether one of them must run alone
@@ -374,25 +375,28 @@ class Extractor:
     def _running(self) -> TargetEngine:
         """The engine, started and probed where there is none."""
         with self.changing:
-            failed = 0
-            while self.engine is None:
-                self.starts += 1
+            if self.engine is None:
+                self.failed_starts = 0
+                tries = Retrying(
+                    retry=retry_if_exception_type(EngineError),
+                    stop=stop_after_attempt(FAILED_STARTS),
+                    wait=wait_incrementing(PAUSE_S, PAUSE_S),  # what it lacked, memory above all, may be freed
+                )
                 try:
-                    engine = start_engine(self.run.config, self.run.folder, self.run.spec)
-                    self._check(engine, failed)
-                    self.engine = engine
-                except EngineError as error:
-                    failed += 1
-                    if failed == FAILED_STARTS:
-                        raise ExtractError(f"the engine failed to start {failed} times in a row: {error}") from error
-                    time.sleep(PAUSE_S * failed)  # what it lacked, memory above all, may be freed
+                    self.engine = tries(self._start)
+                except RetryError as error:
+                    why = error.last_attempt.exception()
+                    raise ExtractError(f"the engine failed to start {FAILED_STARTS} times in a row: {why}") from why
             return self.engine
 
-    def _check(self, engine: TargetEngine, failed: int) -> None:
+    def _start(self) -> TargetEngine:
         """Nothing is captured before the engine is known to be the one that the stored features are from.
 
         After a failure other prompts are captured: one of the first may be what kills it.
         """
+        failed, self.failed_starts = self.failed_starts, self.failed_starts + 1  # unless this one comes up
+        self.starts += 1
+        engine = start_engine(self.run.config, self.run.folder, self.run.spec)
         try:
             prompts = self.corpus.read(self.corpus.units[0])
             prompts = prompts[failed * len(prompts) // FAILED_STARTS :]
@@ -402,6 +406,7 @@ class Extractor:
         except BaseException:
             engine.close()
             raise
+        return engine
 
     def _ended(self, engine: TargetEngine, error: BaseException) -> None:
         """Close an engine that died. Every unit that was at work on it says so, the first is enough."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -66,3 +66,20 @@ def smollm2_engine(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> I
     engine = SGLangEngine(run.config, run.folder, run.spec)
     yield engine
     engine.close()
+
+
+@pytest.fixture
+def left_behind() -> Iterator[Callable[[], set[str]]]:
+    """Says what is new in shared memory and belongs to no process that lives."""
+    import psutil
+
+    from eagle3_ray.engines.processes import SHARED_MEMORY, shared_memory
+
+    files = {str(path) for path in Path(SHARED_MEMORY).iterdir()}
+    yield (
+        lambda: (
+            {str(path) for path in Path(SHARED_MEMORY).iterdir() if not path.is_dir()}
+            - files
+            - shared_memory(psutil.pids())
+        )
+    )

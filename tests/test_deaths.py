@@ -8,7 +8,7 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ import torch
 from conftest import compose
 
 from eagle3_ray.attempts import DIED
-from eagle3_ray.engines.processes import SHARED_MEMORY, shared_memory
+from eagle3_ray.engines.processes import SHARED_MEMORY
 from eagle3_ray.extract import Extractor, extract, extracted
 from eagle3_ray.prepare import Corpus, prepare
 from eagle3_ray.run import Run, open_run
@@ -70,19 +70,6 @@ def features(run: Run, corpus: Corpus) -> dict[str, Features]:
             assert sample.id not in found, "a sample is there twice"
             found[sample.id] = sample
     return found
-
-
-@pytest.fixture
-def left_behind() -> Iterator[Callable[[], set[str]]]:
-    """Says what is new in shared memory and belongs to no process that lives."""
-    files = {str(path) for path in Path(SHARED_MEMORY).iterdir()}
-    yield (
-        lambda: (
-            {str(path) for path in Path(SHARED_MEMORY).iterdir() if not path.is_dir()}
-            - files
-            - shared_memory(psutil.pids())
-        )
-    )
 
 
 def engine_processes() -> list[psutil.Process]:

@@ -276,12 +276,13 @@ def test_captures_do_not_push_out_the_prefix_that_prompts_share(tiny_llama_folde
         engine.close()
 
 
-def test_without_the_plugin_no_engine_is_ready(tiny_llama_folder, tmp_path, monkeypatch) -> None:
+def test_without_the_plugin_no_engine_is_ready(tiny_llama_folder, tmp_path, left_behind, monkeypatch) -> None:
     monkeypatch.setenv("SGLANG_PLUGINS", "another")
     monkeypatch.setattr("eagle3_ray.engines.sglang.PLUGIN", "misspelt")
     run = open_run(compose(f"target.path={tiny_llama_folder}", f"store.root={tmp_path}"))
     with pytest.raises(EngineError, match="the capture plugin did not hook sglang.srt.layers.logits_processor"):
         start_engine(run.config, run.folder, run.spec)
+    assert left_behind() == set()
 
 
 def test_sglang_finds_the_plugin_where_the_package_is_only_a_working_directory(tmp_path) -> None:
@@ -311,7 +312,7 @@ def test_another_version_than_the_configured_one_is_refused(tiny_llama_folder, t
         start_engine(run.config, run.folder, run.spec)
 
 
-def test_a_tiny_llama_and_the_death_of_its_scheduler(tiny_llama_folder: Path, tmp_path: Path) -> None:
+def test_a_tiny_llama_and_the_death_of_its_scheduler(tiny_llama_folder: Path, tmp_path: Path, left_behind) -> None:
     """SGLang says nothing when its scheduler is killed from outside: calls must fail all the same, and soon."""
     overrides = [f"target.path={tiny_llama_folder}", f"store.root={tmp_path}", "capture.boundaries=[1,3,5]"]
     run = open_run(compose(*overrides, "hardware.args.max_total_tokens=512"))
@@ -337,6 +338,7 @@ def test_a_tiny_llama_and_the_death_of_its_scheduler(tiny_llama_folder: Path, tm
         engine.close()
     assert not any(is_alive(process) for process in processes)
     assert not engine.capture_dir.exists()
+    assert left_behind() == set()
 
 
 def test_folders_of_dead_engines_are_removed(tmp_path: Path) -> None:

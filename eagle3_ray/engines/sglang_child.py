@@ -46,6 +46,10 @@ def main(connection: Connection) -> None:
         engine, info = start(setup)
     except BaseException as error:
         connection.send(("failed", f"{type(error).__name__}: {error}"))
+        family = psutil.Process().children(recursive=True)  # an engine that is up, but not as it was asked for
+        unlink(shared_memory([os.getpid(), *(process.pid for process in family)]))
+        for process in family:
+            process.kill()
         raise
     left = info["shared_memory"]
     Path(setup["scratch"], SHARED_MEMORY_NAMES).write_text("\n".join(left))  # for who cleans up after us
