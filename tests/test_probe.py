@@ -10,7 +10,7 @@ from conftest import compose
 
 from eagle3_ray.engines.base import Captured, RequestError
 from eagle3_ray.engines.transformers import TransformersEngine
-from eagle3_ray.probe import ProbeError, check_norms, probe, probe_sequences
+from eagle3_ray.probe import ERROR, ProbeError, check_norms, probe, probe_sequences
 from eagle3_ray.run import Run, open_run
 
 SEQUENCES = [[1, *range(40, 60)], [1, 7, 7, 9]]
@@ -51,6 +51,12 @@ def test_another_boundary_is_called_by_its_name(run: Run, dtype: str) -> None:
         probe(run, Faulty(run, boundaries=(2, 5, 7)), SEQUENCES)
 
 
+def test_another_boundary_is_refused_however_wide_the_limit(run: Run, monkeypatch) -> None:
+    monkeypatch.setitem(ERROR, "float32", 100.0)
+    with pytest.raises(ProbeError, match="boundary 1 was asked for, boundary 2 came back"):
+        probe(run, Faulty(run, boundaries=(2, 5, 7)), SEQUENCES)
+
+
 def test_states_that_are_nearly_right_are_refused(run: Run) -> None:
     with pytest.raises(ProbeError, match="boundary 1 was asked for, boundary 1 came back: its relative error"):
         probe(
@@ -73,6 +79,14 @@ def test_a_target_too_large_for_transformers_is_its_own_witness(run: Run, monkey
     assert found["same_token"] == 1.0 and found["logprob_error"] < 1e-4
     with pytest.raises(ProbeError, match="not what the target answers from"):
         probe(run, Faulty(run, lambda c: Captured(c.aux, c.last_hidden.roll(1, 0))), SEQUENCES)
+
+    def few_wrong(captured):  # too few for the median
+        wrong = captured.last_hidden.clone()
+        wrong[::4] = wrong[::4].flip(-1)
+        return Captured(captured.aux, wrong)
+
+    with pytest.raises(ProbeError, match="likeliest token on 72% of 25 rows"):
+        probe(run, Faulty(run, few_wrong), SEQUENCES)
     with pytest.raises(ProbeError, match="log-probability within"):  # the argmax of a scaled state is still right
         probe(run, Faulty(run, lambda c: Captured(c.aux, c.last_hidden * 1.05)), SEQUENCES)
 
