@@ -165,8 +165,9 @@ def occupancy(run: Run) -> dict[str, float]:
     with ThreadPoolExecutor(UNITS) as pool:  # as Ray calls it
         for row in pool.map(lambda unit: extractor({"unit": [unit]}), corpus.units):
             print(f"unit {row['unit'][0]}: {row['samples'][0]} samples", flush=True)
-    assert isinstance(extractor.engine, SGLangEngine)
-    log = extractor.engine.log.read_text()
+    engine = extractor.engine.engine
+    assert isinstance(engine, SGLangEngine)
+    log = engine.log.read_text()
     extractor.engine.close()
     running = [int(n) for n in re.findall(r"Decode batch.*?#running-req: (\d+)", log)]
     return {"decode_steps": len(running), "mean": statistics.mean(running) / run.config.hardware.max_inflight}

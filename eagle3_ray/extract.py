@@ -17,25 +17,23 @@ import threading
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import ray
 import torch
-from tenacity import RetryError, Retrying, retry_if_exception_type, stop_after_attempt, wait_incrementing
 
-from eagle3_ray.attempts import Attempts
 from eagle3_ray.engines import start_engine
-from eagle3_ray.engines.base import EngineError, RequestError, TargetEngine, answer
+from eagle3_ray.engines.base import RequestError, TargetEngine, answer
 from eagle3_ray.engines.processes import own_folder
 from eagle3_ray.engines.sglang import context_length
 from eagle3_ray.engines.sglang_nodes import actor_options
 from eagle3_ray.prepare import Corpus
 from eagle3_ray.probe import check_norms, probe, probe_sequences
 from eagle3_ray.progress import Progress
+from eagle3_ray.restarts import FAILED_STARTS, RestartingEngine
 from eagle3_ray.run import Run
 from eagle3_ray.store.commits import Commit, Units
 from eagle3_ray.store.shards import (
@@ -48,21 +46,10 @@ from eagle3_ray.store.shards import (
 )
 
 UNITS = 2  # that one actor works at once
-FAILED_STARTS = 3  # engine starts in a row that may fail
-PAUSE_S = 10.0  # after the first of them, twice that after the second
-BARREN_CRASHES = 16  # deaths of engines in a row, with nothing done between two: more than it takes to find one sample
 
 
 class ExtractError(RuntimeError):
     """The stage cannot go on, or is not done."""
-
-
-class _Crash(RuntimeError):
-    """The engine died."""
-
-    def __init__(self, why: str, at_work: list[int]) -> None:
-        super().__init__(why)
-        self.at_work = at_work
 
 
 def extract(run: Run, corpus: Corpus) -> dict[str, Any]:
@@ -173,25 +160,21 @@ class Extractor:
     the first request and again after it died."""
 
     def __init__(self, run: Run, corpus: Corpus) -> None:
-        self.engine: TargetEngine | None = None
+        self.engine = RestartingEngine(self._start)
         self.cache, self.cache_lock = own_folder(Path(tempfile.gettempdir()))
         self.run, self.corpus = run, corpus
         self.responses, _ = run.responses(corpus.fingerprint)
         self.features, _ = run.features(corpus.fingerprint)
         self.context_length = context_length(run.config, run.folder)
-        self.starts = self.told_starts = self.failed_starts = self.crashes_in_a_row = 0
+        self.told_starts, self.telling = 0, threading.Lock()
         self.info: dict[str, Any] = {}  # of the last engine, its probe included
-        self.changing = threading.Lock()  # of self.engine
-        self.turn = threading.Condition()  # of the attempts that run, and whether one of them must run alone
-        self.attempts, self.alone = 0, False
         # Two queues: a capture must not wait behind all the generation of the next unit
         inflight = run.config.hardware.max_inflight
         self.generating, self.capturing = ThreadPoolExecutor(inflight), ThreadPoolExecutor(inflight)
 
     def __del__(self) -> None:
         """Ray Data drops the instance when the pool ends."""
-        if self.engine is not None:
-            self.engine.close()
+        self.engine.close()
         self.generating.shutdown(wait=False)
         self.capturing.shutdown(wait=False)
         shutil.rmtree(self.cache, ignore_errors=True)
@@ -206,8 +189,8 @@ class Extractor:
         for name, numbers in capture_units(self.run, commit):
             if name not in captured:
                 failed += self._capture(name, commit, numbers)
-        with self.changing:
-            starts, self.told_starts = self.starts - self.told_starts, self.starts
+        with self.telling:
+            starts, self.told_starts = self.engine.starts - self.told_starts, self.engine.starts
         row = {
             "unit": unit,
             "samples": len(commit.samples),
@@ -235,7 +218,7 @@ class Extractor:
 
         prompts.sort(key=lambda prompt: -len(prompt.segments))  # turns come one by one: the longest start first
         progress = Progress(f"unit {unit}", len(prompts), "conversations answered")
-        results = self._each(self.responses, unit, list(range(len(prompts))), respond, self.generating, progress)
+        results = self.engine.work(self.responses, unit, list(range(len(prompts))), respond, self.generating, progress)
         good = [result for result in results if isinstance(result, Response)]
         samples = [
             {
@@ -272,7 +255,7 @@ class Extractor:
             )
 
         progress = Progress(f"unit {name}", len(numbers), "conversations captured")
-        results = self._each(self.features, name, numbers, states, self.capturing, progress)
+        results = self.engine.work(self.features, name, numbers, states, self.capturing, progress)
         good = [(n, result) for n, result in zip(numbers, results, strict=True) if isinstance(result, Features)]
         samples = [commit.samples[n] | {"targets": len(result.last_rows)} for n, result in good]
         shard = self.cache / f"{name}.features"
@@ -282,120 +265,11 @@ class Extractor:
         shard.unlink()
         return len(failed)
 
-    # ------------------------------------------------------------ through the deaths of the engine
-
-    def _each(
-        self,
-        units: Units,
-        unit: str,
-        numbers: list[int],
-        work: Callable[[TargetEngine, int], Any],
-        pool: ThreadPoolExecutor,
-        progress: Progress,
-    ) -> list[Any]:
-        """`work` for every number, as often as it takes; a RequestError in place of what cannot be done.
-
-        The engine's death costs what was in flight. What else this call has done is kept.
-        """
-        done: dict[int, Any] = {}
-        attempts = Attempts(units, unit)
-        while True:
-            given_up = attempts.given_up([number for number in numbers if number not in done])
-            done |= {number: RequestError(reason) for number, reason in given_up.items()}
-            if given_up:
-                progress.add(len(given_up))
-            todo = [number for number in numbers if number not in done]
-            if not todo:
-                return [done[number] for number in numbers]
-            group, suspected = attempts.next_group(todo)
-            with self._turn(alone=suspected):
-                engine = self._running()
-                key = attempts.begin(group)
-                try:
-                    self._attempt(engine, group, work, done, pool, progress)
-                except _Crash as crash:
-                    attempts.crashed(key, crash.at_work, str(crash))
-                    self._ended(engine, crash)
-                except BaseException:
-                    attempts.ended(key)
-                    raise
-                else:
-                    attempts.ended(key)
-
-    @contextmanager
-    def _turn(self, alone: bool) -> Iterator[None]:
-        """Attempts run side by side, but a suspected one with no other: two units would blame each other."""
-        with self.turn:
-            self.turn.wait_for(lambda: not self.alone and not (alone and self.attempts))
-            self.attempts, self.alone = self.attempts + 1, alone
-        try:
-            yield
-        finally:
-            with self.turn:
-                self.attempts, self.alone = self.attempts - 1, False
-                self.turn.notify_all()
-
-    def _attempt(
-        self,
-        engine: TargetEngine,
-        group: list[int],
-        work: Callable[[TargetEngine, int], Any],
-        done: dict[int, Any],
-        pool: ThreadPoolExecutor,
-        progress: Progress,
-    ) -> None:
-        """`work` for a group, into `done`. _Crash where the engine died; where it was replaced, not all is done."""
-        at_work: set[int] = set()
-        died = threading.Event()
-
-        def run_one(number: int) -> None:
-            if died.is_set() or self.engine is not engine:  # what had not begun is not to blame
-                died.set()
-                return
-            at_work.add(number)
-            try:
-                done[number] = work(engine, number)
-            except RequestError as error:
-                done[number] = error.with_traceback(None)  # whose frames would hold the states in shared memory
-            except EngineError:
-                died.set()
-                raise
-            at_work.discard(number)
-            self.crashes_in_a_row = 0
-            progress.add(1)
-
-        futures = [pool.submit(run_one, number) for number in group]
-        errors = [error for error in [future.exception() for future in futures] if error]  # waits for all
-        for error in errors:
-            if not isinstance(error, EngineError):
-                raise error
-        if errors:
-            raise _Crash(str(errors[0]), sorted(at_work))
-
-    def _running(self) -> TargetEngine:
-        """The engine, started and probed where there is none."""
-        with self.changing:
-            if self.engine is None:
-                self.failed_starts = 0
-                tries = Retrying(
-                    retry=retry_if_exception_type(EngineError),
-                    stop=stop_after_attempt(FAILED_STARTS),
-                    wait=wait_incrementing(PAUSE_S, PAUSE_S),  # what it lacked, memory above all, may be freed
-                )
-                try:
-                    self.engine = tries(self._start)
-                except RetryError as error:
-                    why = error.last_attempt.exception()
-                    raise ExtractError(f"the engine failed to start {FAILED_STARTS} times in a row: {why}") from why
-            return self.engine
-
-    def _start(self) -> TargetEngine:
+    def _start(self, failed: int) -> TargetEngine:
         """Nothing is captured before the engine is known to be the one that the stored features are from.
 
         After a failure other prompts are captured: one of the first may be what kills it.
         """
-        failed, self.failed_starts = self.failed_starts, self.failed_starts + 1  # unless this one comes up
-        self.starts += 1
         engine = start_engine(self.run.config, self.run.folder, self.run.spec)
         try:
             prompts = self.corpus.read(self.corpus.units[0])
@@ -407,16 +281,6 @@ class Extractor:
             engine.close()
             raise
         return engine
-
-    def _ended(self, engine: TargetEngine, error: BaseException) -> None:
-        """Close an engine that died. Every unit that was at work on it says so, the first is enough."""
-        with self.changing:
-            if self.engine is engine:
-                engine.close()
-                self.engine = None
-                self.crashes_in_a_row += 1
-        if self.crashes_in_a_row >= BARREN_CRASHES:
-            raise ExtractError(f"{self.crashes_in_a_row} engines in a row died before they did anything: {error}")
 
 
 def _failed(items: Any, results: Any) -> list[dict[str, str]]:

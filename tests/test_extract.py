@@ -16,7 +16,6 @@ from conftest import compose
 from eagle3_ray.engines.base import EngineError, RequestError
 from eagle3_ray.engines.transformers import TransformersEngine
 from eagle3_ray.extract import (
-    FAILED_STARTS,
     ExtractError,
     Extractor,
     capture_units,
@@ -25,6 +24,7 @@ from eagle3_ray.extract import (
 )
 from eagle3_ray.prepare import Corpus, prepare
 from eagle3_ray.probe import ProbeError
+from eagle3_ray.restarts import FAILED_STARTS, GivenUp, RestartingEngine
 from eagle3_ray.run import Run, open_run
 from eagle3_ray.store.filesystem import StoreError
 from eagle3_ray.store.shards import ShardReader, target_rows
@@ -252,15 +252,15 @@ def test_engines_that_all_die_stop_the_job(line, monkeypatch) -> None:
 
     with monkeypatch.context() as patch:
         patch.setattr(TransformersEngine, "generate", dead)
-        patch.setattr("eagle3_ray.extract.BARREN_CRASHES", 2)
-        with pytest.raises(ExtractError, match="2 engines in a row died .*: gone for good"):
+        patch.setattr("eagle3_ray.restarts.BARREN_CRASHES", 2)
+        with pytest.raises(GivenUp, match="2 engines in a row died .*: gone for good"):
             work(run, corpus, ["000001"])
-    monkeypatch.setattr("eagle3_ray.extract.PAUSE_S", 0)
+    monkeypatch.setattr("eagle3_ray.restarts.PAUSE_S", 0)
     monkeypatch.setattr("eagle3_ray.extract.start_engine", dead)
     extractor = Extractor(run, corpus)
-    with pytest.raises(ExtractError, match="failed to start 3 times in a row: gone for good"):
+    with pytest.raises(GivenUp, match="failed to start 3 times in a row: gone for good"):
         extractor({"unit": ["000002"]})
-    assert extractor.starts == FAILED_STARTS
+    assert extractor.engine.starts == FAILED_STARTS
 
 
 def test_a_deadly_prompt_is_given_up_even_where_the_probe_would_use_it(line, monkeypatch) -> None:
@@ -278,19 +278,19 @@ def test_a_deadly_prompt_is_given_up_even_where_the_probe_would_use_it(line, mon
 
     monkeypatch.setattr(TransformersEngine, "generate", deadly(generate))
     monkeypatch.setattr(TransformersEngine, "capture", deadly(capture))
-    monkeypatch.setattr("eagle3_ray.extract.PAUSE_S", 0)
+    monkeypatch.setattr("eagle3_ray.restarts.PAUSE_S", 0)
     (row,) = work(run, corpus)
     assert (row["samples"], row["failed"]) == ([4], [1])
     (failure,) = run.responses(corpus.fingerprint)[0].read_commit("000000").facts["failed"]
     assert failure["id"] == "p0" and failure["reason"].startswith("quarantined")
 
 
-def test_a_suspected_sample_runs_with_no_other(line) -> None:
-    extractor = Extractor(*line())
+def test_a_suspected_sample_runs_with_no_other() -> None:
+    engine = RestartingEngine(start=None)
     running, alone = [], threading.Event()
 
     def attempt(suspected: bool) -> None:
-        with extractor._turn(alone=suspected):
+        with engine._turn(alone=suspected):
             running.append(suspected)
             assert not suspected or running.count(False) == 0
             alone.wait(0.2)
@@ -298,7 +298,7 @@ def test_a_suspected_sample_runs_with_no_other(line) -> None:
 
     with ThreadPoolExecutor(6) as pool:
         list(pool.map(attempt, [False, True, False, True, False, False]))
-    assert running == [] and not extractor.alone and extractor.attempts == 0
+    assert running == [] and not engine.alone and engine.attempts == 0
 
 
 def test_units_share_one_engine_and_do_not_wait_for_each_other(line, monkeypatch) -> None:
