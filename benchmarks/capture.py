@@ -2,8 +2,9 @@
 
 Two engines on SmolLM2, one with our plugin and one stock, take batches of new tokens in turns; while one is measured,
 the other is stopped. Three ways through a batch: prefill alone, on the engine with our plugin; the same with capture,
-and a shard committed to disk; SGLang's own hidden states, nested Python lists. Then a real extraction of 300 prompts,
-whose decode batches SGLang logs. The last line is one JSON object of ratios; on CPU they say nothing of a GPU.
+and a shard committed to disk; SGLang's own hidden states, nested Python lists, as tensors to disk, one `torch.save` a
+sample. Then a real extraction of 300 prompts, whose decode batches SGLang logs. The last line is one JSON object of
+ratios; on CPU they say nothing of a GPU.
 """
 
 from __future__ import annotations
@@ -46,7 +47,9 @@ def opened(store: Path, *overrides: str) -> Run:
         return open_run(typed(compose("config", overrides=[f"store.root={store}", *overrides])))
 
 
-def stock_child(connection: Connection, args: dict[str, Any], env: dict[str, str]) -> None:
+def stock_child(
+    connection: Connection, args: dict[str, Any], env: dict[str, str], folder: Path, dtype: torch.dtype
+) -> None:
     """The same engine without our plugin, in a process of its own: its hidden states come back as SGLang gives them."""
     os.environ |= env
     import sglang
@@ -56,14 +59,16 @@ def stock_child(connection: Connection, args: dict[str, Any], env: dict[str, str
     while sequences := connection.recv():
         sampling = {"temperature": 0.0, "max_new_tokens": 1}
         outputs = engine.generate(input_ids=sequences, sampling_params=sampling, return_hidden_states=True)
-        rows = [len(output["meta_info"]["hidden_states"][0]) for output in outputs]
-        assert rows == [len(ids) for ids in sequences], rows
+        for number, (output, ids) in enumerate(zip(outputs, sequences, strict=True)):
+            states = torch.tensor(output["meta_info"]["hidden_states"][0], dtype=dtype)  # [T, A*H]
+            assert len(states) == len(ids)
+            torch.save(states, folder / f"{number}.pt")
         connection.send("done")
     engine.shutdown()
 
 
 class StockEngine:
-    def __init__(self, run: Run, layer_ids: list[int]) -> None:
+    def __init__(self, run: Run, layer_ids: list[int], folder: Path) -> None:
         args = {
             "model_path": str(run.folder),
             "skip_tokenizer_init": True,
@@ -78,11 +83,13 @@ class StockEngine:
         spawn = multiprocessing.get_context("spawn")
         self.connection, theirs = spawn.Pipe()
         env = {**run.config.hardware.env, "SGLANG_USE_CPU_ENGINE": str(int(run.config.hardware.device == "cpu"))}
-        self.process = spawn.Process(target=stock_child, args=(theirs, args, env))
+        self.process = spawn.Process(
+            target=stock_child, args=(theirs, args, env, folder, getattr(torch, run.spec.dtype))
+        )
         self.process.start()
         assert self.connection.recv() == "ready"
 
-    def lists(self, sequences: list[list[int]]) -> None:
+    def saved_to_disk(self, sequences: list[list[int]]) -> None:
         self.connection.send(sequences)
         assert self.connection.recv() == "done"
 
@@ -124,7 +131,7 @@ def captured_to_disk(run: Run, engine: SGLangEngine, units: Units, scratch: Path
 def rates(run: Run, args: argparse.Namespace, folder: Path) -> dict[str, list[float]]:
     """Tokens a second of each way, one number a repeat."""
     engine = SGLangEngine(run.config, run.folder, run.spec)
-    stock = StockEngine(run, engine.info["layer_ids"])
+    stock = StockEngine(run, engine.info["layer_ids"], folder)
     units = Units(Filesystem(str(folder)), "features", "benchmark")
     generator = torch.Generator().manual_seed(0)
     one = SamplingConfig(max_new_tokens=1)
@@ -136,7 +143,7 @@ def rates(run: Run, args: argparse.Namespace, folder: Path) -> dict[str, list[fl
     ways: dict[str, tuple[SGLangEngine | StockEngine, Callable[[list[list[int]]], Any]]] = {
         "no_capture": (stock, lambda sequences: engine.generate(sequences, one)),
         "capture": (stock, lambda sequences: captured_to_disk(run, engine, units, folder, sequences)),
-        "stock": (engine, stock.lists),
+        "stock": (engine, stock.saved_to_disk),
     }
     found: dict[str, list[float]] = {name: [] for name in ways}
     try:

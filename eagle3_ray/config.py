@@ -77,6 +77,7 @@ class HardwareConfig:
     dtype: str = "bfloat16"  # what this hardware computes in by default; engine.dtype follows it
     tp_size: int = 1
     num_actors: int = 1  # engines, one an actor
+    min_actors: int | None = None  # start with so few, and add up to num_actors while the cluster has room; None: fixed
     cpus_per_actor: int = 1
     gpus_per_actor: int = 0
     nodes_per_engine: int = 1  # more: SGLang's RayEngine, tp_size over all of them and gpus_per_actor=0; untested
@@ -98,6 +99,9 @@ class StoreConfig:
     root: str  # an absolute path, or s3://bucket/prefix
     storage_options: dict[str, Any] = field(default_factory=dict)  # for fsspec: endpoint_url, …; no secrets here
     shard_bytes: int = 512 * 2**20  # a capture unit is cut when its states reach this size
+    uploaders: int = 4  # processes of one actor that hash and upload shards
+    staging_dir: str | None = None  # where shards wait for them, best on a local NVMe; None: the temporary folder
+    staging_bytes: int = 16 * 2**30  # shards that may wait there at a time; the capture of further ones waits
 
 
 @dataclass

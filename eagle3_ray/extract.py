@@ -18,7 +18,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,7 @@ from eagle3_ray.store.shards import (
     write_features,
     write_responses,
 )
+from eagle3_ray.store.uploads import Uploads
 
 UNITS = 2  # that one actor works at once
 
@@ -141,7 +142,8 @@ def _rows(run: Run, corpus: Corpus, todo: list[str]) -> Iterator[dict[str, Any]]
         fn_constructor_kwargs={"run": run, "corpus": corpus},
         batch_size=1,
         compute=ray.data.ActorPoolStrategy(
-            size=actors,
+            min_size=min(hardware.min_actors or actors, actors),
+            max_size=actors,
             max_tasks_in_flight_per_actor=units,
             max_concurrent_calls_per_actor=units,
             enable_true_multi_threading=True,
@@ -161,7 +163,9 @@ class Extractor:
 
     def __init__(self, run: Run, corpus: Corpus) -> None:
         self.engine = RestartingEngine(self._start)
-        self.cache, self.cache_lock = own_folder(Path(tempfile.gettempdir()))
+        staging = run.config.store.staging_dir or tempfile.gettempdir()
+        self.cache, self.cache_lock = own_folder(Path(staging))
+        self.uploads = Uploads(run.config.store, self.cache)
         self.run, self.corpus = run, corpus
         self.responses, _ = run.responses(corpus.fingerprint)
         self.features, _ = run.features(corpus.fingerprint)
@@ -177,6 +181,7 @@ class Extractor:
         self.engine.close()
         self.generating.shutdown(wait=False)
         self.capturing.shutdown(wait=False)
+        self.uploads.close()
         shutil.rmtree(self.cache, ignore_errors=True)
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, list[Any]]:
@@ -186,9 +191,14 @@ class Extractor:
         commit = self.responses.read_commit(unit)
         failed = len(commit.facts["failed"])
         captured = set(self.features.committed())
+        uploads = []
         for name, numbers in capture_units(self.run, commit):
             if name not in captured:
-                failed += self._capture(name, commit, numbers)
+                bad, upload = self._capture(name, commit, numbers)
+                failed += bad
+                uploads.append(upload)
+        for upload in uploads:
+            upload.result()
         with self.telling:
             starts, self.told_starts = self.engine.starts - self.told_starts, self.engine.starts
         row = {
@@ -230,13 +240,18 @@ class Extractor:
             }
             for response in good
         ]
-        shard = self.cache / f"{unit}.responses"
-        write_responses(shard, good, Path(self.responses.folder).name)
-        self.responses.commit(unit, shard, samples, failed=_failed(prompts, results))
-        shard.unlink()
+        size = sum(response.input_ids.nbytes + response.loss_mask.nbytes for response in good)
+        self.uploads.commit(
+            self.responses,
+            unit,
+            lambda shard: write_responses(shard, good, Path(self.responses.folder).name),
+            size,
+            samples,
+            failed=_failed(prompts, results),
+        ).result()
 
-    def _capture(self, name: str, commit: Commit, numbers: list[int]) -> int:
-        """Capture the states of some of a response unit's samples, and commit them; returns how many failed."""
+    def _capture(self, name: str, commit: Commit, numbers: list[int]) -> tuple[int, Future[bool]]:
+        """Capture the states of some of a response unit's samples; returns how many failed, and the commit to come."""
         dtype = getattr(torch, self.run.spec.dtype)
         reader = ShardReader(self.responses.fetch(commit, self.cache), Path(self.responses.folder).name)
 
@@ -258,12 +273,17 @@ class Extractor:
         results = self.engine.work(self.features, name, numbers, states, self.capturing, progress)
         good = [(n, result) for n, result in zip(numbers, results, strict=True) if isinstance(result, Features)]
         samples = [commit.samples[n] | {"targets": len(result.last_rows)} for n, result in good]
-        shard = self.cache / f"{name}.features"
-        write_features(shard, [result for _, result in good], Path(self.features.folder).name)
         failed = _failed([reader.response(n) for n in numbers], results)
-        self.features.commit(name, shard, samples, failed=failed, engine=self.info)
-        shard.unlink()
-        return len(failed)
+        upload = self.uploads.commit(
+            self.features,
+            name,
+            lambda shard: write_features(shard, [result for _, result in good], Path(self.features.folder).name),
+            sum(result.aux.nbytes + result.last_hidden.nbytes for _, result in good),
+            samples,
+            failed=failed,
+            engine=self.info,
+        )
+        return len(failed), upload
 
     def _start(self, failed: int) -> TargetEngine:
         """Nothing is captured before the engine is known to be the one that the stored features are from.
