@@ -72,15 +72,13 @@ def extract(run: Run, corpus: Corpus) -> dict[str, Any]:
             progress.add(1, f"{row['samples']} samples, {row['tokens']} tokens")
             if sum(row["failed"] for row in worked) > run.config.prompts.max_bad_share * corpus.summary["prompts"]:
                 break  # checked below
-    summary = _summary(run, corpus, responses, features)
-    if worked:
-        summary |= {
+    summary = None if worked else run.read_json(f"{features.folder}/summary.json")
+    if summary is None:
+        summary = _summary(run, corpus, responses, features) | {
             "seconds": round(time.monotonic() - start, 1),
             "engine_starts": sum(row["engine_starts"] for row in worked),
         }
         run.write_json(f"{features.folder}/summary.json", summary)
-    else:
-        summary = run.read_json(f"{features.folder}/summary.json") or summary
     _check_failures(run, corpus, summary)
     return summary
 
@@ -186,14 +184,13 @@ class Extractor:
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, list[Any]]:
         (unit,) = [str(unit) for unit in batch["unit"]]
-        if unit not in self.responses.committed():
+        if not self.responses.has(unit):
             self._generate(unit)
         commit = self.responses.read_commit(unit)
         failed = len(commit.facts["failed"])
-        captured = set(self.features.committed())
         uploads = []
         for name, numbers in capture_units(self.run, commit):
-            if name not in captured:
+            if not self.features.has(name):
                 bad, upload = self._capture(name, commit, numbers)
                 failed += bad
                 uploads.append(upload)

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import threading
 import weakref
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -26,7 +27,8 @@ from eagle3_ray.prepare import Corpus, prepare
 from eagle3_ray.probe import ProbeError
 from eagle3_ray.restarts import FAILED_STARTS, GivenUp, RestartingEngine
 from eagle3_ray.run import Run, open_run
-from eagle3_ray.store.filesystem import StoreError
+from eagle3_ray.store.commits import Commit
+from eagle3_ray.store.filesystem import Filesystem, StoreError
 from eagle3_ray.store.shards import ShardReader, target_rows
 
 TURNS = [["Hello"], ["One", "Two"], ["Tell me more"], ["Why?"], ["A", "B", "C"]]
@@ -356,3 +358,45 @@ def test_an_engine_that_captures_other_layers_is_refused(line, monkeypatch) -> N
     with pytest.raises(ProbeError, match="boundary 2 was asked for, boundary 3 came back"):
         work(run, corpus, ["000000"])
     assert run.features(corpus.fingerprint)[0].committed() == []
+
+
+def simulate(run: Run, units: int, samples: int = 3) -> Corpus:
+    """The commits of a corpus of so many units, all answered and captured; there are no shards."""
+    corpus = Corpus(run.files, f"simulated{units}", [f"{i:06d}" for i in range(units)], {"prompts": units * samples})
+    index = [{"id": f"p{i}", "domain": "d", "tokens": 10, "generated": 5, "finish_reasons": ["stop"]} for i in range(3)]
+    kinds = ((run.responses(corpus.fingerprint), {}), (run.features(corpus.fingerprint), {"targets": 4}))
+    for (found, _), targets in kinds:
+        for unit in corpus.units:
+            name = f"{unit}-0000" if targets else unit
+            facts = {"failed": [], "engine": {"engine": "simulated"}}
+            commit = Commit(name, "none", 1, "none", [sample | targets for sample in index], facts)
+            found.files.create(f"{found.folder}/commits/{name}.json", json.dumps(dataclasses.asdict(commit)).encode())
+    return corpus
+
+
+def test_a_finished_extraction_is_planned_in_linear_time(line, monkeypatch) -> None:
+    """Requests to the store, counted: listing and planning of a resumed run, and one unit's work."""
+    run, _ = line()
+    requests: Counter[str] = Counter()
+    for name in ("read", "list", "size"):
+        original = getattr(Filesystem, name)
+
+        def counted(self, *args, name=name, original=original):
+            requests[name] += 1
+            return original(self, *args)
+
+        monkeypatch.setattr(Filesystem, name, counted)
+    seen = {}
+    for units in (20, 40):
+        corpus = simulate(run, units)
+        requests.clear()
+        assert extract(run, corpus)["samples"] == 3 * units  # would start Ray if anything were missing
+        planned = requests.copy()
+        requests.clear()
+        Extractor(run, corpus)({"unit": ["000007"]})
+        seen[units] = (planned, requests.copy())
+    (small, one), (large, another) = seen[20], seen[40]
+    assert one == another
+    assert small["list"] == large["list"] <= 4
+    assert large["read"] - small["read"] <= 4 * 20
+    assert large["size"] == small["size"]

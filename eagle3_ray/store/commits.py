@@ -64,7 +64,7 @@ class Units:
     def commit(self, unit: str, shard: Path, samples: list[dict[str, Any]], **facts: Any) -> bool:
         """Store a local shard as this unit; False when another attempt was first."""
         commit_key = self._commit_key(unit)
-        if self.files.exists(commit_key):
+        if self.has(unit):
             return False
         key = f"{self.folder}/shards/{unit}.{uuid4().hex[:12]}.safetensors"
         commit = Commit(unit, key, shard.stat().st_size, _sha256(shard), samples, facts)
@@ -75,6 +75,10 @@ class Units:
             return True
         self.files.delete(key)
         return False
+
+    def has(self, unit: str) -> bool:
+        """Whether this unit is finished: one request, where `committed` lists them all."""
+        return self.files.exists(self._commit_key(unit))
 
     def committed(self) -> list[str]:
         """The names of the finished units, sorted."""
