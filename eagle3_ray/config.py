@@ -96,7 +96,11 @@ class StoreConfig:
     """Where everything is written."""
 
     root: str  # an absolute path, or s3://bucket/prefix
-    storage_options: dict[str, Any] = field(default_factory=dict)  # for fsspec: endpoint_url, …; no secrets here
+    # for s3fs: endpoint_url, …; no secrets here, and if there are, no repr shows them
+    storage_options: dict[str, Any] = field(default_factory=dict, repr=False)
+    exclusive_create: bool = True  # false: for storage without create-if-absent; then one job alone
+    scratch_dir: str | None = None  # on each node, for copies of shards; None is its temporary folder
+    cache_bytes: int = 64 * 2**30  # of copies that a node keeps, when the root is not a local path
     shard_bytes: int = 512 * 2**20  # a capture unit is cut when its states reach this size
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-import tempfile
 import threading
 import time
 import warnings
@@ -35,11 +34,11 @@ from eagle3_ray.probe import check_norms, probe, probe_sequences
 from eagle3_ray.progress import Progress
 from eagle3_ray.restarts import FAILED_STARTS, RestartingEngine
 from eagle3_ray.run import Run
+from eagle3_ray.store.cache import node_cache, room_in, scratch
 from eagle3_ray.store.commits import Commit, Units
 from eagle3_ray.store.shards import (
     Features,
     Response,
-    ShardReader,
     target_rows,
     write_features,
     write_responses,
@@ -161,7 +160,7 @@ class Extractor:
 
     def __init__(self, run: Run, corpus: Corpus) -> None:
         self.engine = RestartingEngine(self._start)
-        self.cache, self.cache_lock = own_folder(Path(tempfile.gettempdir()))
+        self.shards, self.shards_lock = own_folder(scratch(run.config.store))
         self.run, self.corpus = run, corpus
         self.responses, _ = run.responses(corpus.fingerprint)
         self.features, _ = run.features(corpus.fingerprint)
@@ -177,7 +176,7 @@ class Extractor:
         self.engine.close()
         self.generating.shutdown(wait=False)
         self.capturing.shutdown(wait=False)
-        shutil.rmtree(self.cache, ignore_errors=True)
+        shutil.rmtree(self.shards, ignore_errors=True)
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, list[Any]]:
         (unit,) = [str(unit) for unit in batch["unit"]]
@@ -230,15 +229,16 @@ class Extractor:
             }
             for response in good
         ]
-        shard = self.cache / f"{unit}.responses"
-        write_responses(shard, good, Path(self.responses.folder).name)
+        shard = self.shards / f"{unit}.responses"
+        with room_in(self.shards):
+            write_responses(shard, good, Path(self.responses.folder).name)
         self.responses.commit(unit, shard, samples, failed=_failed(prompts, results))
         shard.unlink()
 
     def _capture(self, name: str, commit: Commit, numbers: list[int]) -> int:
         """Capture the states of some of a response unit's samples, and commit them; returns how many failed."""
         dtype = getattr(torch, self.run.spec.dtype)
-        reader = ShardReader(self.responses.fetch(commit, self.cache), Path(self.responses.folder).name)
+        reader = self.responses.open(commit, node_cache(self.run.config.store))
 
         def states(engine: TargetEngine, number: int) -> Features:
             response = reader.response(number)
@@ -258,8 +258,9 @@ class Extractor:
         results = self.engine.work(self.features, name, numbers, states, self.capturing, progress)
         good = [(n, result) for n, result in zip(numbers, results, strict=True) if isinstance(result, Features)]
         samples = [commit.samples[n] | {"targets": len(result.last_rows)} for n, result in good]
-        shard = self.cache / f"{name}.features"
-        write_features(shard, [result for _, result in good], Path(self.features.folder).name)
+        shard = self.shards / f"{name}.features"
+        with room_in(self.shards):
+            write_features(shard, [result for _, result in good], Path(self.features.folder).name)
         failed = _failed([reader.response(n) for n in numbers], results)
         self.features.commit(name, shard, samples, failed=failed, engine=self.info)
         shard.unlink()
