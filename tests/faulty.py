@@ -12,7 +12,10 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import urlsplit
 
-CODES = {503: "SlowDown", 500: "InternalError", 429: "TooManyRequests", 409: "ConditionalRequestConflict"}
+CODES = {503: "SlowDown", 500: "InternalError", 429: "TooManyRequests", 409: "ConditionalRequestConflict"} | {
+    403: "AccessDenied",
+    507: "XMinioStorageFull",
+}
 HOP = {"connection", "expect", "transfer-encoding", "keep-alive"}  # headers that go no further than one connection
 
 

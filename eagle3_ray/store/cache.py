@@ -19,9 +19,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from eagle3_ray.config import StoreConfig
-from eagle3_ray.store.filesystem import NO_ROOM, StoreError
+from eagle3_ray.store.filesystem import NO_ROOM, TEMPORARY, StoreError
 
 LOCKS = 64  # downloads of different shards that may run at a time
+STALE_S = 3600.0  # a temporary file that was not written to for so long is a dead process's
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class Cache:
     @contextmanager
     def adding(self, key: str, size: int) -> Iterator[None]:
         """One process at a time, with room made for `size` bytes."""
-        with self._locked(f"{zlib.crc32(key.encode()) % LOCKS:02}"):
+        with self._locked(_lock(key)):
             if not self.path(key).exists():
                 with self._locked("room"):
                     self._make_room(size)
@@ -61,17 +62,29 @@ class Cache:
         for _, length, path in sorted(found):
             if used + size <= self.limit and shutil.disk_usage(self.folder).free >= size:
                 return
-            if path.suffix != ".lock":
-                path.unlink(missing_ok=True)
+            if self._remove(path):
                 used -= length
 
+    def _remove(self, path: Path) -> bool:
+        """Not a lock, nor what another process is fetching."""
+        if path.suffix == ".lock" or path.suffix == TEMPORARY and time.time() - path.stat().st_mtime < STALE_S:
+            return False
+        with suppress(BlockingIOError), self._locked(_lock(str(path.relative_to(self.folder))), fcntl.LOCK_NB):
+            path.unlink(missing_ok=True)
+            return True
+        return False
+
     @contextmanager
-    def _locked(self, name: str) -> Iterator[None]:
+    def _locked(self, name: str, how: int = 0) -> Iterator[None]:
         """A lock that ends with its process, however that ends."""
         self.folder.mkdir(parents=True, exist_ok=True)
         with (self.folder / f"{name}.lock").open("wb") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
+            fcntl.flock(file, fcntl.LOCK_EX | how)
             yield
+
+
+def _lock(key: str) -> str:
+    return f"{zlib.crc32(key.encode()) % LOCKS:02}"
 
 
 def scratch(config: StoreConfig) -> Path:

@@ -21,8 +21,8 @@ from eagle3_ray.store.cache import Cache
 from eagle3_ray.store.filesystem import Filesystem, StoreError
 from eagle3_ray.store.shards import ShardReader
 
-# Of the shards that this process has checked: path, inode, time of change, sha256
-_verified: set[tuple[str, int, int, str]] = set()
+File = tuple[str, int, int, int]  # path, inode, size, time of change
+_verified: set[tuple[File, str]] = set()  # the shards that this process has checked, with their sha256
 
 
 @dataclass(frozen=True)
@@ -98,10 +98,11 @@ class Units:
         """The unit's shard, verified."""
         while True:
             path = self.fetch(commit, cache)
+            file = _identity(path)
             try:
                 return ShardReader(path, self.folder.rpartition("/")[2])
-            except StoreError:
-                if path.exists():
+            except Exception:
+                if file and file == _identity(path):
                     raise  # else another process of the node made room just now
 
     def fetch(self, commit: Commit, cache: Cache) -> Path:
@@ -138,18 +139,29 @@ class Units:
 
 def _fault(path: Path, commit: Commit) -> str | None:
     """What is wrong with a local shard. The whole file is read once; after that its size alone is compared."""
+    file = _identity(path)
+    if not file:
+        return "is missing"
+    _, _, size, _ = file
+    if size != commit.size:
+        return f"has {size} bytes, its commit says {commit.size}"
     try:
-        seen = path.stat()
-        if seen.st_size != commit.size:
-            return f"has {seen.st_size} bytes, its commit says {commit.size}"
-        this = (str(path), seen.st_ino, seen.st_mtime_ns, commit.sha256)
-        sha256 = commit.sha256 if this in _verified else _sha256(path)
+        sha256 = commit.sha256 if (file, commit.sha256) in _verified else _sha256(path)
     except FileNotFoundError:
         return "is missing"
     if sha256 != commit.sha256:
         return f"has the sha256 {sha256}, its commit says {commit.sha256}"
-    _verified.add(this)
+    _verified.add((file, sha256))
     return None
+
+
+def _identity(path: Path) -> File | None:
+    """What tells one file from another that takes its name."""
+    try:
+        seen = path.stat()
+    except FileNotFoundError:
+        return None
+    return str(path), seen.st_ino, seen.st_size, seen.st_mtime_ns
 
 
 def _sha256(path: Path) -> str:

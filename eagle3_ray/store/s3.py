@@ -83,7 +83,7 @@ class S3:
         part = max(PART_BYTES, -(-size // MOST_PARTS))
         if size <= part:
             return self.put(url, read(0, size))
-        upload = self._call("create_multipart_upload", url)["UploadId"]
+        upload = self._begin(url)
 
         def send_part(number: int) -> dict[str, Any]:
             data = read(number * part, min((number + 1) * part, size))
@@ -102,6 +102,25 @@ class S3:
             with suppress(Exception):  # after the last part has ended: one that came later would stay for ever
                 self._call("abort_multipart_upload", url, UploadId=upload)
             raise
+
+    def _begin(self, url: str) -> str:
+        """The id of a new upload in parts. One whose answer was lost has an id that nobody knows: it is given up."""
+        began = 0
+
+        def begin() -> str:
+            nonlocal began
+            began += 1
+            return self.fs.call_s3("create_multipart_upload", Bucket=bucket, Key=key, timeout=REQUEST_S)["UploadId"]
+
+        bucket, key, _ = self.fs.split_path(url)
+        upload = self._tried(begin)
+        if began > 1:
+            with suppress(Exception):  # listing them needs a right of its own
+                found = self.fs.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=key).get("Uploads", [])
+                for other in found:
+                    if other["Key"] == key and other["UploadId"] != upload:
+                        self._call("abort_multipart_upload", url, UploadId=other["UploadId"])
+        return upload
 
     def download(self, url: str, path: Path) -> None:
         """The object into a local file, in ranges, at its size from the start."""
