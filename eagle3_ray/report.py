@@ -15,8 +15,8 @@ import jinja2
 
 from eagle3_ray.prepare import Corpus
 from eagle3_ray.run import Run
+from eagle3_ray.secrets import masked
 from eagle3_ray.store.commits import Units
-from eagle3_ray.store.secrets import masked
 
 PACKAGES = ("sglang", "ray", "torch", "transformers", "hydra-core")
 

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+from eagle3_ray.secrets import HIDDEN, clean
 from eagle3_ray.store.s3 import S3
-from eagle3_ray.store.secrets import HIDDEN, clean
 
 TEMPORARY = ".tmp"  # objects with this ending are never listed
 PATIENCE_S = 300.0  # that a request is tried again: a unit's work is worth more than the minutes of an outage
