@@ -36,7 +36,12 @@ def masked(value: Any, name: str = "") -> Any:
         return [masked(inner, name) for inner in value]
     if not isinstance(value, str):
         return value
-    return HIDDEN if value and _NAMES.search(name) else _without_patterns(value)
+    return HIDDEN if value and is_secret(name) else _without_patterns(value)
+
+
+def is_secret(name: str) -> bool:
+    """Whether the value of this name must not be seen."""
+    return bool(_NAMES.search(name))
 
 
 def _without_patterns(text: str) -> str:
@@ -49,7 +54,7 @@ def _values(options: dict[str, Any]) -> Iterator[str]:
     for name, value in options.items():
         if isinstance(value, dict):
             yield from _values(value)
-        elif isinstance(value, str) and value and _NAMES.search(name):
+        elif isinstance(value, str) and value and is_secret(name):
             yield value
 
 
