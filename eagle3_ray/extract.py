@@ -34,8 +34,9 @@ from eagle3_ray.probe import check_norms, probe, probe_sequences
 from eagle3_ray.progress import Progress
 from eagle3_ray.restarts import FAILED_STARTS, RestartingEngine
 from eagle3_ray.run import Run
-from eagle3_ray.store.cache import node_cache, room_in, scratch
+from eagle3_ray.store.cache import node_cache, scratch
 from eagle3_ray.store.commits import Commit, Units
+from eagle3_ray.store.filesystem import room_in
 from eagle3_ray.store.shards import (
     Features,
     Response,

@@ -20,9 +20,9 @@ from seaweed import Server, serve
 from test_store import PRINT, shard  # noqa: F401
 
 from eagle3_ray.store import s3
-from eagle3_ray.store.cache import Cache, room_in
+from eagle3_ray.store.cache import Cache
 from eagle3_ray.store.commits import Units
-from eagle3_ray.store.filesystem import Filesystem, StoreError
+from eagle3_ray.store.filesystem import Filesystem, StoreError, room_in
 
 PART = 5 * 2**20  # the least that S3 allows
 LARGE = 3 * PART + 12345
@@ -223,7 +223,7 @@ def test_a_full_disk_is_named_by_its_setting_and_keeps_no_piece(
     local, copy = Filesystem(str(tmp_path / "root")), tmp_path / "copies" / "large"
     proxy.seen.clear()
     with largest_file(2**20):
-        with pytest.raises(StoreError, match="store.scratch_dir has no room for .*File too large"):
+        with pytest.raises(StoreError, match=f"store.scratch_dir has no room in {copy.parent} .*File too large"):
             files.download("large", copy)
         with pytest.raises(StoreError, match=f"store.root is '{tmp_path}/root': cannot upload.*File too large"):
             local.upload(large, "large")

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from eagle3_ray.config import StoreConfig
-from eagle3_ray.store.filesystem import NO_ROOM, TEMPORARY, StoreError
+from eagle3_ray.store.filesystem import TEMPORARY
 
 LOCKS = 64  # downloads of different shards that may run at a time
 STALE_S = 3600.0  # a temporary file that was not written to for so long is a dead process's
@@ -94,14 +94,3 @@ def scratch(config: StoreConfig) -> Path:
 def node_cache(config: StoreConfig) -> Cache:
     """The copies that all processes of this user on this node share. They outlive a job, for the next one."""
     return Cache(scratch(config) / f"eagle3-ray-cache-{os.getuid()}", config.cache_bytes)
-
-
-@contextmanager
-def room_in(folder: Path) -> Iterator[None]:
-    """Name the setting where a file of ours does not fit on the node's disk."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno in NO_ROOM:
-            raise StoreError(f"store.scratch_dir has no room in {folder} ({error})") from error
-        raise

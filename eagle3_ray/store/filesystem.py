@@ -17,11 +17,13 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from eagle3_ray.secrets import HIDDEN, clean
-from eagle3_ray.store.s3 import S3
+
+if TYPE_CHECKING:
+    from eagle3_ray.store.s3 import S3
 
 TEMPORARY = ".tmp"  # objects with this ending are never listed
 PATIENCE_S = 300.0  # that a request is tried again: a unit's work is worth more than the minutes of an outage
@@ -61,6 +63,8 @@ class Filesystem:
     @property
     def _s3(self) -> S3:
         if self._connection is None:
+            from eagle3_ray.store.s3 import S3  # half a second that a local root needs not wait
+
             self._connection = S3(self.storage_options, self.patience_s, self._told)
         return self._connection
 
@@ -120,7 +124,7 @@ class Filesystem:
 
     def download(self, key: str, local_path: str | Path) -> None:
         """Copy an object to a local file, which appears whole."""
-        with self._errors("download", key, FileNotFoundError):
+        with self._errors("download", key, FileNotFoundError), room_in(Path(local_path).parent):
             get = shutil.copyfile if self.local else self._s3.download
             _place(Path(local_path), lambda path: get(self.url(key), path), os.replace, durable=False)
 
@@ -184,8 +188,6 @@ class Filesystem:
                 raise
             whole = "".join(traceback.format_exception(error))
             cause = error if clean(whole, self.storage_options) == whole else None
-            if isinstance(error, OSError) and error.errno in NO_ROOM and not self.local:
-                raise StoreError(f"store.scratch_dir has no room for {self.url(key)} ({self._told(error)})") from cause
             seen = f"store.root is {self.root!r}: cannot {doing} {self.url(key)} ({self._told(error)}){self._sets()}"
             raise StoreError(seen) from cause
 
@@ -200,6 +202,17 @@ class Filesystem:
             return ""
         shown = [f"{k}={v!r}" if k == "endpoint_url" else k for k, v in sorted(self.storage_options.items())]
         return clean(f"; store.storage_options sets {', '.join(shown) or 'nothing'}", self.storage_options)
+
+
+@contextmanager
+def room_in(folder: Path) -> Iterator[None]:
+    """Name the setting where a file of ours does not fit on the node's own disk."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in NO_ROOM:
+            raise StoreError(f"store.scratch_dir has no room in {folder} ({error})") from error
+        raise
 
 
 def _place(path: Path, fill: Callable[[Path], Any], put: Callable[[Path, Path], None], durable: bool = True) -> None:
