@@ -97,11 +97,14 @@ class StoreConfig:
     """Where everything is written."""
 
     root: str  # an absolute path, or s3://bucket/prefix
-    storage_options: dict[str, Any] = field(default_factory=dict)  # for fsspec: endpoint_url, …; no secrets here
+    # for s3fs: endpoint_url, …; no secrets here, and if there are, no repr shows them
+    storage_options: dict[str, Any] = field(default_factory=dict, repr=False)
+    exclusive_create: bool = True  # false: for storage without create-if-absent; then one job alone
+    scratch_dir: str | None = None  # on each node, best an NVMe, for shards on their way; None: its temporary folder
+    cache_bytes: int = 64 * 2**30  # of copies that a node keeps, when the root is not a local path
     shard_bytes: int = 512 * 2**20  # a capture unit is cut when its states reach this size
     uploaders: int = 4  # processes of one actor that hash and upload shards
-    staging_dir: str | None = None  # where shards wait for them, best on a local NVMe; None: the temporary folder
-    staging_bytes: int = 16 * 2**30  # shards that may wait there at a time; the capture of further ones waits
+    staging_bytes: int = 16 * 2**30  # shards that may wait for them in scratch_dir; the capture of further ones waits
 
 
 @dataclass

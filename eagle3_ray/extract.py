@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-import tempfile
 import threading
 import time
 import warnings
@@ -35,11 +34,11 @@ from eagle3_ray.probe import check_norms, probe, probe_sequences
 from eagle3_ray.progress import Progress
 from eagle3_ray.restarts import FAILED_STARTS, RestartingEngine
 from eagle3_ray.run import Run
+from eagle3_ray.store.cache import node_cache, scratch
 from eagle3_ray.store.commits import Commit, Units
 from eagle3_ray.store.shards import (
     Features,
     Response,
-    ShardReader,
     target_rows,
     write_features,
     write_responses,
@@ -161,9 +160,8 @@ class Extractor:
 
     def __init__(self, run: Run, corpus: Corpus) -> None:
         self.engine = RestartingEngine(self._start)
-        staging = run.config.store.staging_dir or tempfile.gettempdir()
-        self.cache, self.cache_lock = own_folder(Path(staging))
-        self.uploads = Uploads(run.config.store, self.cache)
+        self.staging, self.staging_lock = own_folder(scratch(run.config.store))
+        self.uploads = Uploads(run.config.store, self.staging)
         self.run, self.corpus = run, corpus
         self.responses, _ = run.responses(corpus.fingerprint)
         self.features, _ = run.features(corpus.fingerprint)
@@ -180,7 +178,7 @@ class Extractor:
         self.generating.shutdown(wait=False)
         self.capturing.shutdown(wait=False)
         self.uploads.close()
-        shutil.rmtree(self.cache, ignore_errors=True)
+        shutil.rmtree(self.staging, ignore_errors=True)
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, list[Any]]:
         (unit,) = [str(unit) for unit in batch["unit"]]
@@ -250,7 +248,7 @@ class Extractor:
     def _capture(self, name: str, commit: Commit, numbers: list[int]) -> tuple[int, Future[bool]]:
         """Capture the states of some of a response unit's samples; returns how many failed, and the commit to come."""
         dtype = getattr(torch, self.run.spec.dtype)
-        reader = ShardReader(self.responses.fetch(commit, self.cache), Path(self.responses.folder).name)
+        reader = self.responses.open(commit, node_cache(self.run.config.store))
 
         def states(engine: TargetEngine, number: int) -> Features:
             response = reader.response(number)

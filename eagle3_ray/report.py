@@ -15,6 +15,7 @@ import jinja2
 
 from eagle3_ray.prepare import Corpus
 from eagle3_ray.run import Run
+from eagle3_ray.secrets import masked
 from eagle3_ray.store.commits import Units
 
 PACKAGES = ("sglang", "ray", "torch", "transformers", "hydra-core")
@@ -45,11 +46,12 @@ def summarise(
         "drafter_path": run.files.url(f"{drafter}/export"),
         "report_path": run.files.url(f"{folder}/report.html"),
         "features_path": run.files.url(features.folder),
+        "exclusive_create": run.files.exclusive,
         "engines": {"extract": extraction.get("engines"), "evaluate": [evaluation["engine"]]},
         "versions": {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}},
     }
     run.write_json(f"{folder}/summary.json", summary)
-    run.write_json(f"{folder}/config.json", asdict(run.config))
+    run.write_json(f"{folder}/config.json", masked(asdict(run.config)))
     return summary
 
 

@@ -74,10 +74,12 @@ def open_run(config: Config) -> Run:
     """Check the configuration and open what it names. ConfigError says which setting cannot work, and its value."""
     check_values(config)
     try:
-        files = Filesystem(config.store.root, config.store.storage_options)
+        files = Filesystem(config.store.root, config.store.storage_options, config.store.exclusive_create)
         files.check()
     except StoreError as error:
         raise ConfigError(str(error)) from None
+    if not files.exclusive:
+        print("warning: store.exclusive_create=false: of two jobs on this store the last writer wins", flush=True)
     folder = target_folder(config.target)
     if not Path(config.target.path).expanduser().is_dir():
         config.target.revision = folder.name  # the commit; all nodes and later runs must load the same
@@ -125,6 +127,7 @@ def check_values(config: Config) -> None:
         "store.shard_bytes": (config.store.shard_bytes, 1),
         "store.uploaders": (config.store.uploaders, 1),
         "store.staging_bytes": (config.store.staging_bytes, 1),
+        "store.cache_bytes": (config.store.cache_bytes, config.store.shard_bytes),
         "drafter.draft_vocab_size": (config.drafter.draft_vocab_size, 1),
         "train.steps": (config.train.steps, 0),
         "train.batch_size": (config.train.batch_size, 1),

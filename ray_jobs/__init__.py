@@ -18,6 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from eagle3_ray.config import Config, ConfigError
 from eagle3_ray.run import Run, open_run
+from eagle3_ray.secrets import clean
 
 ROOT = Path(__file__).resolve().parent.parent
 ConfigStore.instance().store(name="schema", node=Config)  # conf/config.yaml builds on it
@@ -35,7 +36,7 @@ def stage(function: Callable[[Run], Any]) -> None:
         try:
             function(open_run(typed(composed)))
         except (ConfigError, OmegaConfBaseException) as error:
-            print(f"error: {error}", file=sys.stderr, flush=True)
+            print(f"error: {clean(str(error), {})}", file=sys.stderr, flush=True)
             sys.exit(2)
 
     try:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +25,7 @@ class Server:
     endpoint: str
     bucket: str
     storage_options: dict[str, Any]  # for Filesystem and fsspec
+    restart: Callable[[], None]  # killed, and started again with its data
 
 
 @contextmanager
@@ -45,14 +46,22 @@ def serve(folder: Path, bucket: str = "store", start_s: float = 60) -> Iterator[
     ]
     endpoint = f"http://127.0.0.1:{s3}"
     options = {"endpoint_url": endpoint, "key": keys["accessKey"], "secret": keys["secretKey"]}
-    with open(folder / "weed.log", "wb") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log, cwd=folder)
+    running: list[subprocess.Popen[bytes]] = []
+
+    def start() -> None:
+        with open(folder / "weed.log", "ab") as log:
+            running.append(subprocess.Popen(command, stdout=log, stderr=log, cwd=folder))
+        _wait(running[-1], endpoint, options, bucket, time.monotonic() + start_s, folder / "weed.log")
+
+    def stop() -> None:
+        running[-1].kill()  # its orderly end takes longer than ten seconds
+        running[-1].wait()
+
     try:
-        _wait(process, endpoint, options, bucket, time.monotonic() + start_s, folder / "weed.log")
-        yield Server(endpoint, bucket, options)
+        start()
+        yield Server(endpoint, bucket, options, lambda: (stop(), start())[1])
     finally:
-        process.kill()  # its orderly end takes longer than ten seconds, and the data is thrown away
-        process.wait()
+        stop()
 
 
 def _wait(

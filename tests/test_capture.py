@@ -145,6 +145,8 @@ FEATURES += ["engine.version=0.5.22", "+engine.args.kv_cache_dtype=fp8_e4m3", "e
 FEATURES += ["+hardware.capture_args.attention_backend=intel_amx", "hardware=gpu1"]
 FEATURES += ["+target.args.kv_cache_dtype=fp8_e4m3"]
 NEITHER = ["hardware.args.mem_fraction_static=0.3", "hardware.max_inflight=3", "store.shard_bytes=1000"]
+NEITHER += ["store.exclusive_create=false", "store.scratch_dir=/tmp", "store.cache_bytes=1000000000"]
+NEITHER += ["+hardware.env.HF_TOKEN=secret"]
 
 
 @pytest.mark.parametrize("override", RESPONSES + FEATURES + NEITHER)
@@ -155,6 +157,17 @@ def test_a_setting_moves_exactly_the_fingerprints_it_decides(
     responses = before.responses("corpus")[0].folder != after.responses("corpus")[0].folder
     features = before.features("corpus")[0].folder != after.features("corpus")[0].folder
     assert (responses, features) == (override in RESPONSES, override in RESPONSES + FEATURES)
+
+
+def test_a_store_with_the_weaker_promise_is_announced(
+    tiny_llama_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_for(tiny_llama_folder, tmp_path)
+    assert "exclusive_create" not in capsys.readouterr().out
+    run = run_for(tiny_llama_folder, tmp_path, "store.exclusive_create=false")
+    assert not run.files.exclusive
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "exclusive_create" in line]
+    assert line.startswith("warning: store.exclusive_create=false")
 
 
 def test_the_targets_arguments_win_over_the_hardwares_and_engine_args_over_both() -> None:

@@ -31,7 +31,8 @@ from seaweed import Server, serve
 from eagle3_ray.extract import extract, extracted
 from eagle3_ray.prepare import prepare
 from eagle3_ray.run import open_run
-from eagle3_ray.store.shards import Features, ShardReader
+from eagle3_ray.store.cache import Cache
+from eagle3_ray.store.shards import Features
 
 WAIT_S = 600.0
 
@@ -142,7 +143,7 @@ def features(overrides: list[str], cache: Path) -> tuple[dict[str, Features], li
     units, commits = extracted(run, corpus)
     found: dict[str, Features] = {}
     for commit in commits:
-        reader = ShardReader(units.fetch(commit, cache), Path(units.folder).name)
+        reader = units.open(commit, Cache(cache))
         for number in range(len(reader)):
             sample = reader.features(number)
             assert sample.id not in found, "a sample is there twice"
@@ -161,7 +162,7 @@ def survive(
     write_prompts(tmp_path / "p.jsonl", samples)
     settings = [
         *settings,
-        f"store.staging_dir={tmp_path}",
+        f"store.scratch_dir={tmp_path}",
         f"prompts.source={tmp_path}/p.jsonl",
         "sampling.max_new_tokens=8",
         "hardware.num_actors=2",

@@ -23,7 +23,8 @@ from eagle3_ray.engines.processes import SHARED_MEMORY
 from eagle3_ray.extract import Extractor, extract, extracted
 from eagle3_ray.prepare import Corpus, prepare
 from eagle3_ray.run import Run, open_run
-from eagle3_ray.store.shards import Features, ShardReader
+from eagle3_ray.store.cache import Cache
+from eagle3_ray.store.shards import Features
 
 pytestmark = [pytest.mark.engine, pytest.mark.full]
 VICTIMS = ["scheduler"] * 5 + ["actor"]
@@ -64,7 +65,7 @@ def features(run: Run, corpus: Corpus) -> dict[str, Features]:
     units, commits = extracted(run, corpus)
     found: dict[str, Features] = {}
     for commit in commits:
-        reader = ShardReader(units.fetch(commit, "/nonexistent"), Path(units.folder).name)
+        reader = units.open(commit, Cache(Path("/nonexistent")))
         for number in range(len(reader)):
             sample = reader.features(number)
             assert sample.id not in found, "a sample is there twice"

@@ -27,9 +27,10 @@ from eagle3_ray.prepare import Corpus, prepare
 from eagle3_ray.probe import ProbeError
 from eagle3_ray.restarts import FAILED_STARTS, GivenUp, RestartingEngine
 from eagle3_ray.run import Run, open_run
+from eagle3_ray.store.cache import node_cache
 from eagle3_ray.store.commits import Commit
 from eagle3_ray.store.filesystem import Filesystem, StoreError
-from eagle3_ray.store.shards import ShardReader, target_rows
+from eagle3_ray.store.shards import target_rows
 
 TURNS = [["Hello"], ["One", "Two"], ["Tell me more"], ["Why?"], ["A", "B", "C"]]
 
@@ -63,10 +64,9 @@ def work(run: Run, corpus: Corpus, units: list[str] | None = None) -> list[dict]
 
 def samples_of(run: Run, corpus: Corpus) -> dict:
     features, commits = extracted(run, corpus)
-    fingerprint = Path(features.folder).name
     found = {}
     for commit in commits:
-        reader = ShardReader(features.fetch(commit, "/nonexistent"), fingerprint)
+        reader = features.open(commit, node_cache(run.config.store))
         found |= {sample.id: sample for sample in (reader.features(i) for i in range(len(reader)))}
     return found
 
@@ -155,7 +155,7 @@ def test_states_that_are_not_finite_are_a_status(line, monkeypatch) -> None:
 
     work(run, corpus, ["000000"])
     responses, _ = run.responses(corpus.fingerprint)
-    reader = ShardReader(responses.fetch(responses.read_commit("000000"), "/nonexistent"), Path(responses.folder).name)
+    reader = responses.open(responses.read_commit("000000"), node_cache(run.config.store))
     wanted = [reader.response(n).input_ids.tolist() for n in range(2)]
     monkeypatch.setattr(TransformersEngine, "_capture", broken)
     other, _ = line("capture.boundaries=[1,3]")

@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from eagle3_ray.store.cache import Cache
 from eagle3_ray.store.commits import Units
 from eagle3_ray.store.filesystem import Filesystem, StoreError
 from eagle3_ray.store.shards import (
@@ -153,7 +154,7 @@ def test_a_committed_unit_is_read_back_whole(files: Filesystem, shard: Path, tmp
     first, second = pickle.loads(pickle.dumps(units)).commits()
     assert (first.unit, second.unit, second.samples, second.facts) == ("u-1", "u-2", samples, {"seconds": 1.5})
     assert second == units.read_commit("u-2") and second.size == shard.stat().st_size
-    reader = ShardReader(units.fetch(second, tmp_path / "cache"), PRINT)
+    reader = ShardReader(units.fetch(second, Cache(tmp_path / "cache")), PRINT)
     assert len(reader) == 2 and _same(reader.features(1), _features("b", [1, 1, 1, 1, 0]))
     assert Units(files, "features", "other").committed() == Units(files, "responses", PRINT).committed() == []
 
@@ -185,7 +186,7 @@ def test_a_crash_between_shard_and_commit_leaves_nothing_visible(
     assert len(files.list("features")) == 1  # the shard is whole, but
     assert units.committed() == units.commits() == []
     assert units.commit("u", shard, [])
-    assert units.fetch(units.read_commit("u"), tmp_path / "cache").read_bytes() == shard.read_bytes()
+    assert units.fetch(units.read_commit("u"), Cache(tmp_path / "cache")).read_bytes() == shard.read_bytes()
 
 
 def test_a_commit_whose_answer_was_lost_keeps_its_shard(
@@ -194,7 +195,7 @@ def test_a_commit_whose_answer_was_lost_keeps_its_shard(
     create, units = files.create, Units(files, "features", PRINT)
     monkeypatch.setattr(files, "create", lambda key, data: create(key, data) and create(key, data))
     assert units.commit("u", shard, [])
-    assert units.fetch(units.read_commit("u"), tmp_path / "cache").exists()
+    assert units.fetch(units.read_commit("u"), Cache(tmp_path / "cache")).exists()
 
 
 @pytest.mark.parametrize("damage", ["truncated", "flipped", "missing"])
@@ -212,7 +213,7 @@ def test_a_damaged_shard_is_refused_at_the_first_read(
         files.write(commit.shard, bytes(data) if damage == "flipped" else bytes(data[:-1]))
     for _ in range(2):
         with pytest.raises(StoreError, match=f"{commit.shard} (has|is missing).*commits/u.json"):
-            units.fetch(commit, tmp_path / "cache")
+            units.fetch(commit, Cache(tmp_path / "cache"))
 
 
 def test_another_description_under_the_same_fingerprint_is_refused_by_its_lines(files: Filesystem) -> None:
@@ -293,13 +294,13 @@ def test_a_verified_shard_is_hashed_once_a_process_and_measured_each_time(
     units = Units(files, "features", PRINT)
     units.commit("u", shard, [])
     commit = units.read_commit("u")
-    path = units.fetch(commit, tmp_path)
+    path = units.fetch(commit, Cache(tmp_path))
     assert path == Path(files.url(commit.shard))
     monkeypatch.setattr("eagle3_ray.store.commits._sha256", lambda path: pytest.fail("hashed again"))
-    assert Units(files, "features", PRINT).fetch(commit, tmp_path) == path
+    assert Units(files, "features", PRINT).fetch(commit, Cache(tmp_path)) == path
     os.truncate(path, commit.size - 1)
     with pytest.raises(StoreError, match=f"has {commit.size - 1} bytes, its commit says {commit.size}"):
-        units.fetch(commit, tmp_path)
+        units.fetch(commit, Cache(tmp_path))
 
 
 @pytest.mark.parametrize("unit", ["", "a/b", "a b", "ü", "a\n"])

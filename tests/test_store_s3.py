@@ -30,6 +30,7 @@ from test_store import (  # noqa: F401
 
 from eagle3_ray.config import ConfigError, PromptsConfig
 from eagle3_ray.conversations import read_records
+from eagle3_ray.store.cache import Cache
 from eagle3_ray.store.commits import Units
 from eagle3_ray.store.filesystem import Filesystem, StoreError
 
@@ -82,8 +83,6 @@ def test_a_setting_that_fsspec_does_not_know_is_named(tmp_path: Path) -> None:
     for use in (files.check, lambda: files.download("a", tmp_path / "a"), lambda: files.list("a")):
         with pytest.raises(StoreError, match="store.storage_options sets endpoint$"):
             use()
-    with pytest.raises(StoreError, match="store.root is 'nosuch://bucket'"):
-        Filesystem("nosuch://bucket").check()
 
 
 def test_a_missing_bucket_is_refused_and_not_made(server: Server) -> None:
@@ -115,13 +114,13 @@ def test_a_shard_is_downloaded_once_and_a_damaged_copy_again(
         download(key, local_path)
 
     monkeypatch.setattr(files, "download", count)
-    copy = units.fetch(commit, tmp_path / "cache")
-    assert units.fetch(commit, tmp_path / "cache") == copy and len(downloads) == 1
+    copy = units.fetch(commit, Cache(tmp_path / "cache"))
+    assert units.fetch(commit, Cache(tmp_path / "cache")) == copy and len(downloads) == 1
     monkeypatch.setattr("eagle3_ray.store.commits._verified", set())  # another process finds the copy damaged
     copy.write_bytes(bytes(commit.size))
-    assert units.fetch(commit, tmp_path / "cache").read_bytes() == shard.read_bytes() and len(downloads) == 2
+    assert units.fetch(commit, Cache(tmp_path / "cache")).read_bytes() == shard.read_bytes() and len(downloads) == 2
     copy.unlink()  # someone made room
-    assert units.fetch(commit, tmp_path / "cache").read_bytes() == shard.read_bytes() and len(downloads) == 3
+    assert units.fetch(commit, Cache(tmp_path / "cache")).read_bytes() == shard.read_bytes() and len(downloads) == 3
 
 
 def test_a_large_shard_goes_up_and_comes_down_in_parts(files: Filesystem, tmp_path: Path) -> None:

@@ -37,6 +37,7 @@ from eagle3_ray.drafter.checkpoint import load
 from eagle3_ray.drafter.model import Drafter, drafter_config
 from eagle3_ray.drafter.target import TargetPieces, initialise
 from eagle3_ray.drafter.vocabulary import count_tokens, draft_vocabulary
+from eagle3_ray.store.cache import Cache
 from eagle3_ray.store.commits import Units
 from eagle3_ray.store.filesystem import Filesystem
 from eagle3_ray.store.shards import Features, Response, target_rows, write_features, write_responses
@@ -137,7 +138,7 @@ def test_stream_reads_the_store_in_that_order(tmp_path: Path):
     commits = features.commits()
     config = settings()
     names = [[f"s{2 * shard + i}" for shard, i in share] for share in islice(positions(config, [2] * 15, 0, 1, 8), 12)]
-    read = islice(stream(config, features, commits, tmp_path / "cache", 0, 1, consumed=8), 12)
+    read = islice(stream(config, features, commits, Cache(tmp_path / "cache"), 0, 1, consumed=8), 12)
     assert [[s.id for s in share] for share in read] == names
 
 
@@ -146,7 +147,7 @@ def test_an_error_of_the_reader_thread_is_raised(tmp_path: Path):
     commits = features.commits()
     Path(features.files.url(commits[1].shard)).unlink()
     with pytest.raises(Exception, match="missing"):
-        list(islice(stream(settings(), features, commits, tmp_path / "cache", 0, 1, 0), 5))
+        list(islice(stream(settings(), features, commits, Cache(tmp_path / "cache"), 0, 1, 0), 5))
 
 
 def test_micro_batches_hold_at_most_max_length_tokens_and_no_tail():

@@ -15,8 +15,8 @@ from conftest import ROOT, compose
 from eagle3_ray.extract import extracted
 from eagle3_ray.prepare import prepare
 from eagle3_ray.run import open_run
+from eagle3_ray.store.cache import Cache
 from eagle3_ray.store.commits import Units
-from eagle3_ray.store.shards import ShardReader
 
 pytestmark = pytest.mark.full
 
@@ -28,7 +28,7 @@ def test_two_jobs_at_once_do_everything_once(tiny_llama_folder: Path, tmp_path: 
     )
     settings = ["engine=transformers", f"target.path={tiny_llama_folder}", f"prompts.source={tmp_path}/p.jsonl"]
     settings += ["prompts.unit_size=4", "sampling.max_new_tokens=8", "hardware.num_actors=1", "cluster.num_cpus=1"]
-    settings += [f"store.root={tmp_path}/store", f"store.staging_dir={tmp_path}"]
+    settings += [f"store.root={tmp_path}/store", f"store.scratch_dir={tmp_path}"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     jobs = []
     for number, overrides in enumerate((settings, settings + other)):
@@ -53,5 +53,5 @@ def check_every_shard_is_named_and_whole(units: Units) -> None:
     commits = units.commits()
     assert units.files.list(f"{units.folder}/shards") == sorted(commit.shard for commit in commits)
     for commit in commits:
-        reader = ShardReader(units.fetch(commit, "/nonexistent"), Path(units.folder).name)
+        reader = units.open(commit, Cache(Path("/nonexistent")))
         assert len(reader) == len(commit.samples)

@@ -16,6 +16,7 @@ import pytest
 from conftest import ROOT
 
 from eagle3_ray.config import StoreConfig
+from eagle3_ray.store.cache import Cache
 from eagle3_ray.store.commits import Units
 from eagle3_ray.store.filesystem import Filesystem, StoreError
 from eagle3_ray.store.uploads import Uploads
@@ -48,7 +49,9 @@ def test_what_is_staged_is_committed_and_freed(units: Units, tmp_path: Path) -> 
     assert [(commit.unit, commit.samples, commit.facts) for commit in units.commits()] == [
         (f"u{i}", [{"id": str(i)}], {"n": i}) for i in range(5)
     ]
-    assert [units.fetch(commit, "").read_bytes() for commit in units.commits()] == [bytes([i]) * 60 for i in range(5)]
+    assert [units.fetch(commit, Cache(tmp_path)).read_bytes() for commit in units.commits()] == [
+        bytes([i]) * 60 for i in range(5)
+    ]
     assert list(tmp_path.glob("*.safetensors")) == [] and uploads.staged == 0
     assert len(uploaders()) == 3
     assert uploads.commit(units, "u0", lambda path: path.write_bytes(b"again"), 5, []).result() is False
@@ -107,7 +110,7 @@ def test_a_full_staging_disk_is_named(units: Units, uploads: Uploads) -> None:
         path.write_bytes(b"half")
         Path("/dev/full").write_bytes(b"rest")
 
-    with pytest.raises(StoreError, match=r"store.staging_dir: cannot stage 70 bytes in .*No space left on device"):
+    with pytest.raises(StoreError, match="store.scratch_dir has no room in .*No space left on device"):
         uploads.commit(units, "a", write, 70, [])
     assert list(uploads.folder.iterdir()) == [] and uploads.staged == 0
     assert units.committed() == []

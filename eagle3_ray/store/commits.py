@@ -11,14 +11,18 @@ import hashlib
 import json
 import re
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+from eagle3_ray.store.cache import Cache
 from eagle3_ray.store.filesystem import Filesystem, StoreError
+from eagle3_ray.store.shards import ShardReader
 
-_verified: set[tuple[str, str]] = set()  # (path, sha256) of the shards that this process has checked
+File = tuple[str, int, int, int]  # path, inode, size, time of change
+_verified: set[tuple[File, str]] = set()  # the shards that this process has checked, with their sha256
 
 
 @dataclass(frozen=True)
@@ -94,26 +98,39 @@ class Units:
         with ThreadPoolExecutor(16) as pool:
             return list(pool.map(self.read_commit, self.committed()))
 
-    def fetch(self, commit: Commit, cache_dir: str | Path) -> Path:
-        """A local path of the unit's shard: the file itself on local disk, else a copy below cache_dir.
+    def open(self, commit: Commit, cache: Cache) -> ShardReader:
+        """The unit's shard, verified."""
+        while True:
+            path = self.fetch(commit, cache)
+            file = _identity(path)
+            try:
+                return ShardReader(path, self.folder.rpartition("/")[2])
+            except Exception:
+                if file and file == _identity(path):
+                    raise  # else another process of the node made room just now
+
+    def fetch(self, commit: Commit, cache: Cache) -> Path:
+        """A local path of the unit's shard: the file itself on local disk, else a copy in the cache.
 
         Size and checksum are compared with the commit at the first read in this process. A copy that fails may have
-        been damaged in the cache, so it is downloaded once more; the store's own file is not forgiven.
+        been damaged on the way or in the cache, so it is downloaded once more; the store's own file is not forgiven.
         """
         url = self.files.url(commit.shard)
-        path = Path(url) if self.files.local else Path(cache_dir, commit.shard)
-        try:
-            cached = path.exists()
-            if not cached and not self.files.local:
-                self.files.download(commit.shard, path)
-            fault = _fault(path, commit)
-            if fault and cached and not self.files.local:
-                self.files.download(commit.shard, path)
+        path = Path(url) if self.files.local else cache.path(commit.shard)
+        fault = _fault(path, commit)
+        if fault and not self.files.local:
+            with cache.adding(commit.shard, commit.size):
+                for _ in range(2):
+                    fault = _fault(path, commit)  # another process may have fetched it in the meantime
+                    if not fault:
+                        break
+                    with suppress(FileNotFoundError):
+                        self.files.download(commit.shard, path)
                 fault = _fault(path, commit)
-        except FileNotFoundError:
-            fault = "is missing"
         if fault:
             raise StoreError(f"shard {url} {fault}; delete {self.files.url(self._commit_key(commit.unit))} to redo it")
+        if not self.files.local:
+            cache.used(path)
         return path
 
     @property
@@ -126,16 +143,29 @@ class Units:
 
 def _fault(path: Path, commit: Commit) -> str | None:
     """What is wrong with a local shard. The whole file is read once; after that its size alone is compared."""
-    size = path.stat().st_size
+    file = _identity(path)
+    if not file:
+        return "is missing"
+    _, _, size, _ = file
     if size != commit.size:
         return f"has {size} bytes, its commit says {commit.size}"
-    if (str(path), commit.sha256) in _verified:
-        return None
-    sha256 = _sha256(path)
+    try:
+        sha256 = commit.sha256 if (file, commit.sha256) in _verified else _sha256(path)
+    except FileNotFoundError:
+        return "is missing"
     if sha256 != commit.sha256:
         return f"has the sha256 {sha256}, its commit says {commit.sha256}"
-    _verified.add((str(path), sha256))
+    _verified.add((file, sha256))
     return None
+
+
+def _identity(path: Path) -> File | None:
+    """What tells one file from another that takes its name."""
+    try:
+        seen = path.stat()
+    except FileNotFoundError:
+        return None
+    return str(path), seen.st_ino, seen.st_size, seen.st_mtime_ns
 
 
 def _sha256(path: Path) -> str:

@@ -1,24 +1,34 @@
-"""A root folder, on local disk or behind any fsspec URL, and the few operations the store needs.
+"""A root folder, on local disk or in an S3 bucket, and the few operations the store needs.
 
 Two promises carry the store: an object appears whole or not at all, and `create` has one winner among any number of
 threads, processes and machines. On local disk both come from a temporary file that is synced and then renamed or
-linked to its name; on S3 from one PUT, conditional for `create`. A fault becomes a StoreError that names the setting.
+linked to its name; on S3 from one PUT, conditional for `create`. A fault becomes a StoreError that names the setting;
+on S3 one that may pass is tried again first.
 """
 
 from __future__ import annotations
 
+import copy
+import errno
 import os
 import shutil
 import stat
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-import fsspec
+from eagle3_ray.secrets import HIDDEN, clean
+
+if TYPE_CHECKING:
+    from eagle3_ray.store.s3 import S3
 
 TEMPORARY = ".tmp"  # objects with this ending are never listed
+PATIENCE_S = 300.0  # that a request is tried again: a unit's work is worth more than the minutes of an outage
+START_PATIENCE_S = 10.0  # the same while the root is checked: a wrong endpoint should be told at once
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class StoreError(RuntimeError):
@@ -26,37 +36,47 @@ class StoreError(RuntimeError):
 
 
 class Filesystem:
-    """Objects below one root, by key. Cheap to make and to pickle: the connection is opened at the first use."""
+    """Objects below one root, by key. Cheap to make and to pickle: the connection is opened at the first use.
 
-    def __init__(self, root: str, storage_options: dict[str, Any] | None = None):
+    With `exclusive` off, `create` looks and then writes: of two that create at the same time both may believe they won,
+    and the last stays.
+    """
+
+    def __init__(self, root: str, storage_options: dict[str, Any] | None = None, exclusive: bool = True):
         path = os.path.expanduser(root.removeprefix("file://"))
-        if not os.path.isabs(path) and not path.partition("://")[2].strip("/"):
-            raise StoreError(f"store.root must be an absolute path or a URL like s3://bucket/prefix, seen {root!r}")
+        scheme, _, rest = path.rpartition("://")
+        if "@" in rest.partition("/")[0] and scheme:
+            seen = f"{scheme}://{HIDDEN}@{rest.partition('@')[2]}"
+            raise StoreError(f"store.root must not hold credentials, seen {seen!r}: they come from the AWS chain")
+        if not (os.path.isabs(path) if not scheme else scheme in ("s3", "s3a") and rest.strip("/")):
+            raise StoreError(f"store.root must be an absolute path or s3://bucket/prefix, seen {root!r}")
         self.root = path.rstrip("/")
-        self.local = "://" not in path
+        self.local = not scheme
         self.storage_options = dict(storage_options or {})
-        self._fsspec: Any = None
+        self.exclusive = exclusive
+        self.patience_s = PATIENCE_S
+        self._connection: S3 | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_fsspec": None}
+        return {**self.__dict__, "_connection": None}
 
     @property
-    def _remote(self) -> Any:
-        if self._fsspec is None:
-            # Both caches off: a listing must be true now, and a second Filesystem must read its own credentials.
-            options = {"skip_instance_cache": True, "use_listings_cache": False, **self.storage_options}
-            self._fsspec = fsspec.filesystem(self.root.partition("://")[0], **options)
-        return self._fsspec
+    def _s3(self) -> S3:
+        if self._connection is None:
+            from eagle3_ray.store.s3 import S3  # half a second that a local root needs not wait
+
+            self._connection = S3(self.storage_options, self.patience_s, self._told)
+        return self._connection
 
     def url(self, key: str) -> str:
-        """The absolute path, or the URL, of an object: for messages, summaries and fsspec."""
+        """The absolute path, or the URL, of an object."""
         return f"{self.root}/{key}"
 
     def read(self, key: str, start: int | None = None, end: int | None = None) -> bytes:
         """The object, or its bytes start:end. A missing one is a FileNotFoundError, here and in `size`, `download`."""
         with self._errors("read", key, FileNotFoundError):
             if not self.local:
-                return self._remote.cat_file(self.url(key), start=start, end=end)
+                return self._s3.get(self.url(key), start, end)
             with open(self.url(key), "rb") as file:
                 file.seek(start or 0)
                 return file.read(-1 if end is None else max(0, end - (start or 0)))
@@ -67,7 +87,7 @@ class Filesystem:
             if self.local:
                 _place(Path(self.url(key)), lambda path: path.write_bytes(data), os.replace)
             else:
-                self._remote.pipe_file(self.url(key), data)
+                self._s3.send(self.url(key), len(data), lambda start, end: data[start:end])
 
     def create(self, key: str, data: bytes) -> bool:
         """Put the object where there is none; False when there is one.
@@ -76,11 +96,16 @@ class Filesystem:
         know the difference reads the object.
         """
         with self._errors("create", key):
+            if not self.exclusive:
+                if self.exists(key):
+                    return False
+                self.write(key, data)
+                return True
             try:
                 if self.local:
                     _place(Path(self.url(key)), lambda path: path.write_bytes(data), os.link)
                 else:
-                    self._remote.pipe_file(self.url(key), data, mode="create")
+                    self._s3.put(self.url(key), data, create=True)
             except OSError as error:  # the loser's error differs between servers; whether the object exists does not
                 if isinstance(error, PermissionError) or not self.exists(key):
                     raise
@@ -93,13 +118,15 @@ class Filesystem:
             if self.local:
                 _place(Path(self.url(key)), lambda path: shutil.copyfile(local_path, path), os.replace)
             else:
-                self._remote.put_file(str(local_path), self.url(key))
+                with open(local_path, "rb") as file:
+                    size, number = os.fstat(file.fileno()).st_size, file.fileno()
+                    self._s3.send(self.url(key), size, lambda start, end: os.pread(number, end - start, start))
 
     def download(self, key: str, local_path: str | Path) -> None:
         """Copy an object to a local file, which appears whole."""
-        with self._errors("download", key, FileNotFoundError):
-            get = shutil.copyfile if self.local else self._remote.get_file
-            _place(Path(local_path), lambda path: get(self.url(key), str(path)), os.replace, durable=False)
+        with self._errors("download", key, FileNotFoundError), room_in(Path(local_path).parent):
+            get = shutil.copyfile if self.local else self._s3.download
+            _place(Path(local_path), lambda path: get(self.url(key), path), os.replace, durable=False)
 
     def list(self, prefix: str) -> list[str]:
         """The keys below a folder, at any depth, sorted; none when there is no such folder."""
@@ -109,8 +136,8 @@ class Filesystem:
                 names = [f"{folder}/{name}" for folder, _, files in _walk(self.url(below)) for name in files]
                 start = len(self.root) + 1
             else:
-                names = self._remote.find(self.url(below).rstrip("/"))
-                start = len(self._remote._strip_protocol(self.root)) + 1
+                names = self._s3.list(self.url(below).rstrip("/"))
+                start = len(self.root.partition("://")[2]) + 1
         keys = (name[start:] for name in names)  # among them, on S3, perhaps the folder itself
         return sorted(k for k in keys if k.startswith(below) and k != below and not k.endswith(("/", TEMPORARY)))
 
@@ -122,10 +149,12 @@ class Filesystem:
 
     def size(self, key: str) -> int:
         with self._errors("look at", key, FileNotFoundError, NotADirectoryError):
-            info = _info(self.url(key)) if self.local else self._remote.info(self.url(key))
-            if info["type"] == "directory":
+            if not self.local:
+                return self._s3.size(self.url(key))
+            found = os.stat(self.url(key))
+            if stat.S_ISDIR(found.st_mode):
                 raise FileNotFoundError(f"{self.url(key)} is a folder")
-            return info["size"]
+            return found.st_size
 
     def delete(self, key: str) -> None:
         """Remove the object; that there is none is fine."""
@@ -133,17 +162,22 @@ class Filesystem:
             if self.local:
                 os.unlink(self.url(key))
             else:
-                self._remote.rm_file(self.url(key))
+                self._s3.delete(self.url(key))
 
     def check(self) -> None:
         """Refuse a root that cannot be written, listed or read, or on which `create` lets two writers win."""
+        files = copy.copy(self)
+        files.patience_s = START_PATIENCE_S
         probe = f"probe-{uuid4().hex}{TEMPORARY}"
-        self.list(probe)  # before anything is written: some servers make a missing bucket at the first write
-        won = [self.create(probe, b"first"), self.create(probe, b"second")]
-        kept = self.read(probe)
-        self.delete(probe)
-        if won != [True, False] or kept != b"first":
-            raise StoreError(f"store.root is {self.root!r}: its storage does not honour create-if-absent{self._sets()}")
+        files.list(probe)  # before anything is written: some servers make a missing bucket at the first write
+        files.create(probe, b"first")  # False where its answer was lost: it stands all the same
+        second, kept = files.create(probe, b"second"), files.read(probe)
+        files.delete(probe)
+        if second or kept != b"first":
+            raise StoreError(
+                f"store.root is {self.root!r}: its storage does not honour create-if-absent, so that two attempts at a "
+                f"unit may both be kept; store.exclusive_create=false goes on without, for one job alone{self._sets()}"
+            )
 
     @contextmanager
     def _errors(self, doing: str, key: str, *expected: type[Exception]) -> Iterator[None]:
@@ -152,18 +186,33 @@ class Filesystem:
         except Exception as error:
             if isinstance(error, (StoreError, *expected)):
                 raise
-            reason = told = f"{type(error).__name__}: {error}"
-            for secret in _secrets(self.storage_options):
-                reason = reason.replace(secret, "***")
-            seen = f"store.root is {self.root!r}: cannot {doing} {self.url(key)} ({reason}){self._sets()}"
-            raise StoreError(seen) from (error if reason == told else None)
+            whole = "".join(traceback.format_exception(error))
+            cause = error if clean(whole, self.storage_options) == whole else None
+            seen = f"store.root is {self.root!r}: cannot {doing} {self.url(key)} ({self._told(error)}){self._sets()}"
+            raise StoreError(seen) from cause
+
+    def _told(self, error: BaseException) -> str:
+        if not str(error) and error.__cause__:  # a time limit says nothing itself
+            error = error.__cause__
+        return clean(f"{type(error).__name__}: {error}", self.storage_options)
 
     def _sets(self) -> str:
         """Which store.storage_options are set; of their values only the endpoint is shown."""
         if self.local:
             return ""
         shown = [f"{k}={v!r}" if k == "endpoint_url" else k for k, v in sorted(self.storage_options.items())]
-        return f"; store.storage_options sets {', '.join(shown) or 'nothing'}"
+        return clean(f"; store.storage_options sets {', '.join(shown) or 'nothing'}", self.storage_options)
+
+
+@contextmanager
+def room_in(folder: Path) -> Iterator[None]:
+    """Name the setting where a file of ours does not fit on the node's own disk."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in NO_ROOM:
+            raise StoreError(f"store.scratch_dir has no room in {folder} ({error})") from error
+        raise
 
 
 def _place(path: Path, fill: Callable[[Path], Any], put: Callable[[Path, Path], None], durable: bool = True) -> None:
@@ -189,22 +238,9 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _info(path: str) -> dict[str, Any]:
-    found = os.stat(path)
-    return {"type": "directory" if stat.S_ISDIR(found.st_mode) else "file", "size": found.st_size}
-
-
 def _walk(folder: str) -> Iterator[tuple[str, list[str], list[str]]]:
     def fail(error: OSError) -> None:  # os.walk passes over a folder it cannot read; a listing must not
         raise error
 
     folder = folder.rstrip("/")
     return os.walk(folder, onerror=fail) if os.path.isdir(folder) else iter(())
-
-
-def _secrets(options: dict[str, Any]) -> Iterator[str]:
-    for name, value in options.items():
-        if isinstance(value, dict):
-            yield from _secrets(value)
-        elif isinstance(value, str) and value and any(word in name.lower() for word in ("secret", "token", "password")):
-            yield value

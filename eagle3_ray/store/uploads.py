@@ -22,7 +22,7 @@ from tenacity import Retrying, retry_if_exception_type, stop_after_attempt
 
 from eagle3_ray.config import StoreConfig
 from eagle3_ray.store.commits import Units
-from eagle3_ray.store.filesystem import StoreError
+from eagle3_ray.store.filesystem import room_in
 
 DEATHS = 3  # of the processes, that one shard may see
 
@@ -51,15 +51,11 @@ class Uploads:
             self.staged += size
         shard = self.folder / f"{uuid4().hex}.safetensors"
         try:
-            write(shard)
+            with room_in(self.folder):
+                write(shard)
             return self.threads.submit(self._commit, units, unit, shard, size, samples, facts)
-        except BaseException as error:
+        except BaseException:
             self._free(shard, size)
-            if isinstance(error, OSError):
-                raise StoreError(
-                    f"store.staging_dir: cannot stage {size} bytes in {self.folder} ({error}); at most "
-                    f"store.staging_bytes={self.config.staging_bytes} are staged at a time"
-                ) from error
             raise
 
     def close(self) -> None:

@@ -13,12 +13,12 @@ import random
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
 
 from eagle3_ray.config import ConfigError, TrainConfig
 from eagle3_ray.drafter.model import Batch
+from eagle3_ray.store.cache import Cache
 from eagle3_ray.store.commits import Commit, Units
 from eagle3_ray.store.shards import Features, ShardReader
 
@@ -55,7 +55,7 @@ def positions(
 
 
 def stream(
-    config: TrainConfig, features: Units, commits: list[Commit], cache: Path, rank: int, world: int, consumed: int
+    config: TrainConfig, features: Units, commits: list[Commit], cache: Cache, rank: int, world: int, consumed: int
 ) -> Iterator[list[Features]]:
     """The samples of this worker's share of each global batch, read ahead by a thread."""
     sizes = [len(commit.samples) for commit in commits]
@@ -65,18 +65,16 @@ def stream(
 
 
 def _read(
-    features: Units, commits: list[Commit], shares: Iterator[list[tuple[int, int]]], cache: Path
+    features: Units, commits: list[Commit], shares: Iterator[list[tuple[int, int]]], cache: Cache
 ) -> Iterator[list[Features]]:
-    fingerprint = features.folder.rpartition("/")[2]
     readers: OrderedDict[int, ShardReader] = OrderedDict()
     for share in shares:
         samples = []
         for shard, i in share:
             if shard not in readers:
                 if len(readers) == WINDOW:
-                    gone, _ = readers.popitem(last=False)
-                    (cache / commits[gone].shard).unlink(missing_ok=True)  # a copy; the store's own is elsewhere
-                readers[shard] = ShardReader(features.fetch(commits[shard], cache), fingerprint)
+                    readers.popitem(last=False)
+                readers[shard] = features.open(commits[shard], cache)
             readers.move_to_end(shard)
             samples.append(readers[shard].features(i))
         yield samples

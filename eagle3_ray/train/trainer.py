@@ -37,9 +37,9 @@ from eagle3_ray.drafter.model import Drafter, drafter_config
 from eagle3_ray.drafter.target import initialise, load_pieces
 from eagle3_ray.drafter.vocabulary import count_tokens, coverage, draft_vocabulary, end_tokens
 from eagle3_ray.progress import Progress
+from eagle3_ray.store.cache import node_cache
 from eagle3_ray.store.commits import Units
 from eagle3_ray.store.filesystem import Filesystem
-from eagle3_ray.store.shards import ShardReader
 from eagle3_ray.train.features import stream
 from eagle3_ray.train.loop import Training
 
@@ -113,7 +113,7 @@ def _start(config: Config, features: Units, description: dict[str, Any], prefix:
         commits = features.commits()
         folder = target_folder(config.target)
         model = text_config(target_config(folder))
-        counts = _counts(features.files, description["responses"], int(model["vocab_size"]))
+        counts = _counts(config, features.files, description["responses"], int(model["vocab_size"]))
         ids = draft_vocabulary(counts, config.drafter.draft_vocab_size, end_tokens(folder))
         drafter = drafter_config(config.drafter, model, len(description["boundaries"]), len(ids))
         start = {
@@ -136,13 +136,12 @@ def _start(config: Config, features: Units, description: dict[str, Any], prefix:
     return start
 
 
-def _counts(files: Filesystem, responses: str, vocab_size: int) -> Tensor:
+def _counts(config: Config, files: Filesystem, responses: str, vocab_size: int) -> Tensor:
     """How often each token was said in all committed responses: [V]."""
     units, counts = Units(files, "responses", responses), torch.zeros(vocab_size, dtype=torch.int64)
     for commit in units.commits():
-        with tempfile.TemporaryDirectory() as cache:
-            reader = ShardReader(units.fetch(commit, cache), responses)
-            counts += count_tokens((reader.response(i) for i in range(len(reader))), vocab_size)
+        reader = units.open(commit, node_cache(config.store))
+        counts += count_tokens((reader.response(i) for i in range(len(reader))), vocab_size)
     return counts
 
 
@@ -216,7 +215,7 @@ def _work(given: dict[str, Any]) -> None:
     recent: deque[Metrics] = deque(maxlen=RECENT)
     with tempfile.TemporaryDirectory() as temporary:
         curves = _Curves(files, f"{task.prefix}/tensorboard", Path(temporary, "curves")) if rank == 0 else None
-        data = stream(train, task.features, commits, Path(temporary, "shards"), rank, world, consumed)
+        data = stream(train, task.features, commits, node_cache(task.config.store), rank, world, consumed)
         tokens, began = 0, time.monotonic()
         while training.taken < train.steps:
             metrics, facts = training.step(next(data))
