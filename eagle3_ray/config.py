@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 DTYPES = ("float32", "bfloat16")
+STORED_DTYPES = (*DTYPES, "float8_e4m3")
+COMPRESSIONS = ("none", "zstd")
 ENGINES = ("sglang", "transformers")
 
 
@@ -56,7 +58,7 @@ class CaptureConfig:
     """Which hidden states are kept, and how."""
 
     boundaries: list[int] | None = None  # strictly ascending; None is (2, n//2, n-3) for n layers
-    dtype: str = "bfloat16"  # of the stored states
+    dtype: str = "bfloat16"  # of the stored states: bfloat16 | float32 | float8_e4m3 (aux only, with scales)
 
 
 @dataclass
@@ -97,7 +99,8 @@ class StoreConfig:
 
     root: str  # an absolute path, or s3://bucket/prefix
     storage_options: dict[str, Any] = field(default_factory=dict)  # for fsspec: endpoint_url, …; no secrets here
-    shard_bytes: int = 512 * 2**20  # a capture unit is cut when its states reach this size
+    shard_bytes: int = 512 * 2**20  # a capture unit is cut when its states, not compressed, reach this size
+    compression: str = "none"  # none | zstd, of the states; no value changes
 
 
 @dataclass

@@ -36,6 +36,7 @@ from eagle3_ray.progress import Progress
 from eagle3_ray.restarts import FAILED_STARTS, RestartingEngine
 from eagle3_ray.run import Run
 from eagle3_ray.store.commits import Commit, Units
+from eagle3_ray.store.precision import stored
 from eagle3_ray.store.shards import (
     Features,
     Response,
@@ -237,7 +238,6 @@ class Extractor:
 
     def _capture(self, name: str, commit: Commit, numbers: list[int]) -> int:
         """Capture the states of some of a response unit's samples, and commit them; returns how many failed."""
-        dtype = getattr(torch, self.run.spec.dtype)
         reader = ShardReader(self.responses.fetch(commit, self.cache), Path(self.responses.folder).name)
 
         def states(engine: TargetEngine, number: int) -> Features:
@@ -249,9 +249,8 @@ class Extractor:
                 id=response.id,
                 input_ids=response.input_ids,
                 loss_mask=response.loss_mask,
-                aux=captured.aux.to(dtype, copy=True),  # [T, A*H]
-                last_hidden=captured.last_hidden[rows].to(dtype),  # [R, H]
                 last_rows=rows,
+                **stored(captured.aux, captured.last_hidden[rows], self.run.spec.dtype),
             )
 
         progress = Progress(f"unit {name}", len(numbers), "conversations captured")
@@ -259,7 +258,8 @@ class Extractor:
         good = [(n, result) for n, result in zip(numbers, results, strict=True) if isinstance(result, Features)]
         samples = [commit.samples[n] | {"targets": len(result.last_rows)} for n, result in good]
         shard = self.cache / f"{name}.features"
-        write_features(shard, [result for _, result in good], Path(self.features.folder).name)
+        fingerprint, compression = Path(self.features.folder).name, self.run.config.store.compression
+        write_features(shard, [result for _, result in good], fingerprint, compression)
         failed = _failed([reader.response(n) for n in numbers], results)
         self.features.commit(name, shard, samples, failed=failed, engine=self.info)
         shard.unlink()
