@@ -132,6 +132,11 @@ class ShardReader:
     def __len__(self) -> int:
         return len(self._samples)
 
+    @property
+    def hidden_size(self) -> int:
+        """Of features, where there is a sample."""
+        return self._file.columns["last_hidden"].kind.shape[0]
+
     def response(self, i: int) -> Response:
         columns = self._read(i)
         return Response(**self._samples[i], input_ids=columns["input_ids"], loss_mask=columns["loss_mask"].bool())
