@@ -14,7 +14,7 @@ import json
 import math
 import os
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -170,7 +170,7 @@ class Source(Protocol):
 
     checked: bool  # as a whole, by the sha256 of its commit
 
-    def read(self, spans: Iterable[tuple[int, int]]) -> list[Tensor]:
+    def read(self, spans: Sequence[tuple[int, int]]) -> list[Tensor]:
         """The bytes begin:end of each span, fewer where the shard ends before."""
 
 
@@ -182,7 +182,7 @@ class Mapped:
     def __init__(self, path: str | Path):
         self._bytes = torch.from_file(str(path), shared=False, size=os.stat(path).st_size, dtype=torch.uint8)
 
-    def read(self, spans: Iterable[tuple[int, int]]) -> list[Tensor]:
+    def read(self, spans: Sequence[tuple[int, int]]) -> list[Tensor]:
         return [self._bytes[begin:end] for begin, end in spans]
 
 
@@ -194,7 +194,7 @@ class Ranges:
     def __init__(self, files: Filesystem, key: str):
         self._files, self._key = files, key
 
-    def read(self, spans: Iterable[tuple[int, int]]) -> list[Tensor]:
+    def read(self, spans: Sequence[tuple[int, int]]) -> list[Tensor]:
         return list(_pool.map(self._range, spans))
 
     def _range(self, span: tuple[int, int]) -> Tensor:
@@ -248,33 +248,30 @@ class Columns:
 
     def read(self, sample: int) -> dict[str, Tensor]:
         """The sample's rows of each column: views of the file where it is local and they are not compressed."""
-        pieces = [column.piece(sample) for column in self.columns.values()]
-        data = self._source.read((ends[0], ends[-1]) for _, ends in pieces)
-        if any(len(found) != ends[-1] - ends[0] for found, (_, ends) in zip(data, pieces, strict=True)):
-            raise StoreError(f"shard {self.name} ends before its sample {sample} does")
-        blocks = [
-            found.split([end - begin for begin, end in itertools.pairwise(ends)])
-            for found, (_, ends) in zip(data, pieces, strict=True)
-        ]
+        pieces = {name: column.piece(sample) for name, column in self.columns.items()}
+        spans = [(ends[0], ends[-1]) for _, ends in pieces.values()]
+        data = dict(zip(pieces, self._source.read(spans), strict=True))
+        blocks: dict[str, tuple[Tensor, ...]] = {}
+        for name, (_, ends) in pieces.items():
+            if len(data[name]) != ends[-1] - ends[0]:
+                raise StoreError(f"shard {self.name} ends before its sample {sample} does")
+            blocks[name] = data[name].split([end - begin for begin, end in itertools.pairwise(ends)])
         if not self._source.checked:
-            self._check(sample, [block for of in blocks for block in of])
+            stored = _pool.map(_crc32, itertools.chain.from_iterable(blocks.values()))
+            if functools.reduce(_joined, stored, 0) != self._crc32[sample]:
+                raise StoreError(f"shard {self.name}: the bytes of its sample {sample} are not those that were written")
         values: dict[str, Tensor] = {}
         packed: list[tuple[Tensor, Tensor]] = []  # a block, and the rows to fill from it
-        for (name, column), (rows, _), found, stored in zip(self.columns.items(), pieces, data, blocks, strict=True):
-            shape = (sum(rows), *column.kind.shape)
-            if column.kind.block:
-                values[name] = torch.empty(shape, dtype=column.kind.dtype)
-                packed += zip(stored, values[name].split(rows), strict=True)
+        for name, column in self.columns.items():
+            kind, rows = column.kind, pieces[name][0]
+            shape = (sum(rows), *kind.shape)
+            if kind.block:
+                values[name] = torch.empty(shape, dtype=kind.dtype)
+                packed += zip(blocks[name], values[name].split(rows), strict=True)
             else:
-                values[name] = found.view(column.kind.dtype).view(shape)
-        if packed:
-            list(_pool.map(decompress, *zip(*packed, strict=True)))
+                values[name] = data[name].view(kind.dtype).view(shape)
+        list(_pool.map(lambda pair: decompress(*pair), packed))
         return values
-
-    def _check(self, sample: int, blocks: list[Tensor]) -> None:
-        check = functools.reduce(_joined, _pool.map(_crc32, blocks), 0)
-        if check != self._crc32[sample]:
-            raise StoreError(f"shard {self.name}: the bytes of its sample {sample} are not those that were written")
 
     def _read_header(self) -> tuple[dict[str, Any], int]:
         """The header, and where it ends."""
