@@ -100,6 +100,13 @@ def test_states_of_fp8_are_read_as_bfloat16_and_nothing_else_changes(tmp_path: P
         assert _same(reader.features(i), replace(sample, aux=aux, aux_scale=None))
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float8_e4m3"])
+def test_what_is_stored_holds_on_to_no_memory_of_the_engine(dtype: str) -> None:
+    states = torch.ones(5, 32, dtype=torch.bfloat16 if dtype == "bfloat16" else torch.float32)  # [T, A*H + H]
+    kept = stored(states[:, :24], states[torch.tensor([1, 2]), 24:], dtype)
+    assert all(tensor.untyped_storage().data_ptr() != states.untyped_storage().data_ptr() for tensor in kept.values())
+
+
 @pytest.mark.parametrize("wrong", [{"aux_scale": None}, {"aux_scale": torch.ones(2, 3)}, {"aux": torch.ones(5, 24)}])
 def test_fp8_and_its_scales_are_written_together_or_not_at_all(tmp_path: Path, wrong: dict) -> None:
     with pytest.raises(StoreError, match="5 tokens of .* rows of aux_scale"):
@@ -149,14 +156,14 @@ def test_a_compressed_shard_may_have_no_samples(tmp_path: Path) -> None:
     assert len(ShardReader(tmp_path / "shard", PRINT)) == 0
 
 
-def test_states_that_do_not_compress_have_room_too(tmp_path: Path, small_blocks: None) -> None:
-    noise = torch.randint(0, 256, (40, 48), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    sample = samples("bfloat16")[3]
-    sample.aux = noise.view(torch.bfloat16)  # [T, A*H]
-    for name in "ab":  # of one byte a value, each block of which is longer than its content
-        sample.id = name
-        write_features(tmp_path / "shard", [sample], PRINT, "zstd")
-        assert _bits(read(tmp_path / "shard")[0]) == _bits(sample)
+def test_states_that_do_not_compress_have_room_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("eagle3_ray.store.blocks.BLOCK_BYTES", 100)
+    noise = torch.randint(0, 256, (40, 24), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    sample = samples("bfloat16", hidden=4)[3]
+    sample.aux = noise.view(torch.bfloat16)  # [T, A*H] of 960 bytes, and over 1000 in blocks
+    write_features(tmp_path / "shard", [sample], PRINT, "zstd")
+    assert load_file(tmp_path / "shard")["aux"].nbytes >= 1000
+    assert _bits(read(tmp_path / "shard")[0]) == _bits(sample)
 
 
 def _bits(sample: Features) -> list[int]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 FP8 = torch.float8_e4m3fn
-FP8_MAX = torch.finfo(FP8).max  # 448; what lies above it would become NaN
+FP8_MAX = torch.finfo(FP8).max  # 448; of more, some versions of torch make NaN
 ROWS = 256  # turned at a time: the float32 in between stays small, whatever the sample's length
 
 
