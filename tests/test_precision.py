@@ -261,7 +261,8 @@ def units_of(root: Path, dtype: str, compression: str = "none", shard_bytes: int
     units = Units(Filesystem(str(root)), "features", fingerprint(description))
     units.describe(description | {"shard_bytes": shard_bytes})
     units.record("engine", {"attention_backend": "fa3"})
-    of = [replace(f, **stored(f.aux.bfloat16(), f.last_hidden.bfloat16(), dtype)) for f in samples("float32")]  # type: ignore[arg-type]
+    engine = getattr(torch, description["engine_dtype"])
+    of = [replace(f, **stored(f.aux.to(engine), f.last_hidden.to(engine), dtype)) for f in samples("float32")]  # type: ignore[arg-type]
     for unit in range(2):
         group = of[3 * unit :][:3]
         write_features(root / "new", group, units.folder.rpartition("/")[2], compression)
@@ -284,7 +285,7 @@ def test_another_compression_has_the_same_fingerprint_and_bits(
     tmp_path: Path, dtype: str, compressions: tuple[str, str]
 ) -> None:
     (tmp_path / "a").mkdir()
-    source = units_of(tmp_path / "a", dtype, compressions[0])
+    source = units_of(tmp_path / "a", dtype, compressions[0], engine_dtype="float32")
     with pytest.raises(StoreError, match="another store.root"):
         destination(source, source.files, dtype)
     target = destination(source, Filesystem(str(tmp_path / "b")), dtype)
@@ -345,6 +346,7 @@ def test_a_transcoding_goes_on_where_it_was_stopped(tmp_path: Path, monkeypatch:
     again = destination(source, source.files, "float8_e4m3")
     assert transcode(source, again, "none", tmp_path / "cache") == 1
     assert target.read_commit("u0") == first and target.committed() == ["u0", "u1"]
+    monkeypatch.setattr(source, "fetch", lambda commit, cache: pytest.fail("a finished unit was read again"))
     assert transcode(source, again, "none", tmp_path / "cache") == 0
     assert len(target.files.list(f"{target.folder}/shards")) == 2 and list((tmp_path / "cache").iterdir()) == []
 

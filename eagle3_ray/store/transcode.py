@@ -90,7 +90,7 @@ def _shard_bytes(source: Units, before: str, after: str) -> int:
         return description["shard_bytes"]
     hidden_size = ShardReader(first.shard, _fingerprint(source), source.files).hidden_size
     rows = [CaptureSpec(tuple(description["boundaries"]), hidden_size, dtype).row_bytes for dtype in (before, after)]
-    return max(1, description["shard_bytes"] // rows[0] * rows[1])
+    return max(1, description["shard_bytes"] * rows[1] // rows[0])
 
 
 def _fingerprint(units: Units) -> str:
