@@ -36,7 +36,7 @@ from eagle3_ray.train.features import batches, stream
 
 ROOT = Path(__file__).resolve().parent.parent
 BOUNDARIES = (2, 15, 27)
-TOKENS = 512  # a sample
+TOKENS = 256  # a sample
 SHARDS = 2
 
 
@@ -175,7 +175,7 @@ def bytes_per_token(folder: Path, features: list[Features]) -> dict[str, int]:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--samples", type=int, default=32, help="real ones; they are repeated")
+    parser.add_argument("--samples", type=int, default=8, help="real ones; they are repeated")
     parser.add_argument("--mib", type=int, default=512, help="of a shard")
     parser.add_argument("--repeats", type=int, default=5)
     args = parser.parse_args()

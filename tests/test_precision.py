@@ -15,7 +15,7 @@ from eagle3_ray.store import layout
 from eagle3_ray.store.blocks import compress, decompress
 from eagle3_ray.store.commits import Units
 from eagle3_ray.store.filesystem import Filesystem, StoreError
-from eagle3_ray.store.precision import ROWS, dequantise, quantise, stored
+from eagle3_ray.store.precision import VALUES, dequantise, quantise, stored
 from eagle3_ray.store.shards import Features, ShardReader, write_features
 from eagle3_ray.store.transcode import destination, transcode
 
@@ -44,8 +44,8 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def outliers() -> torch.Tensor:
-    """Aux of 3 boundaries of 64, over several pieces of ROWS: usual rows, a massive outlier, zeros, and tiny values."""
-    aux = torch.randn(2 * ROWS + 7, 3, 64, generator=torch.Generator().manual_seed(0)) * 2  # [T, A, H]
+    """Aux of 3 boundaries of 64, several pieces of it: usual rows, a massive outlier, zeros, and tiny values."""
+    aux = torch.randn(2 * VALUES // (3 * 64) + 7, 3, 64, generator=torch.Generator().manual_seed(0)) * 2  # [T, A, H]
     aux[5, 1, 10] = 24960.0
     aux[6] = aux[7, 2] = 0
     aux[8, 0] *= 1e-30

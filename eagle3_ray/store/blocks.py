@@ -29,5 +29,6 @@ def compress(rows: Tensor) -> bytes:
 def decompress(block: Tensor, rows: Tensor) -> None:
     """The block's values into `rows`, which are contiguous and as many."""
     values = rows.view(torch.uint8).numpy().reshape(-1, rows.element_size())  # [n, bytes of a value]
-    planes = zstandard.ZstdDecompressor().decompress(block.numpy().data)
-    values[:] = np.frombuffer(planes, np.uint8).reshape(values.shape[::-1]).T
+    planes = np.frombuffer(zstandard.ZstdDecompressor().decompress(block.numpy().data), np.uint8)
+    for byte, plane in enumerate(planes.reshape(values.shape[::-1])):  # eight times as fast as all at once
+        values[:, byte] = plane
