@@ -36,6 +36,7 @@ from eagle3_ray.prepare import prepare
 from eagle3_ray.run import Run, open_run
 from eagle3_ray.store.commits import Units
 from eagle3_ray.store.filesystem import Filesystem
+from eagle3_ray.store.precision import stored
 from eagle3_ray.store.shards import Features, target_rows, write_features
 from ray_jobs import typed
 
@@ -113,14 +114,13 @@ def stopped(engine: SGLangEngine | StockEngine) -> Iterator[None]:
 
 def captured_to_disk(run: Run, engine: SGLangEngine, units: Units, scratch: Path, batch: list[list[int]]) -> None:
     """What the extraction does with a unit: states to a shard, the shard committed."""
-    dtype = getattr(torch, run.spec.dtype)
 
     def features(number: int) -> Features:
         (captured,) = engine.capture([batch[number]])
         ids, mask = torch.tensor(batch[number], dtype=torch.int32), torch.ones(len(batch[number]), dtype=torch.bool)
         rows = target_rows(mask)  # [R]
-        aux, last = captured.aux.to(dtype, copy=True), captured.last_hidden[rows].to(dtype)  # [T, A*H], [R, H]
-        return Features(str(number), ids, mask, aux, last, rows)
+        states = stored(captured.aux, captured.last_hidden[rows], run.spec.dtype)  # aux [T, A*H], last_hidden [R, H]
+        return Features(str(number), ids, mask, last_rows=rows, **states)
 
     with ThreadPoolExecutor(len(batch)) as pool:
         samples = list(pool.map(features, range(len(batch))))

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from eagle3_ray.config import DTYPES, Config, ConfigError, TargetConfig
+from eagle3_ray.config import STORED_DTYPES, Config, ConfigError, TargetConfig
 from eagle3_ray.secrets import is_secret
 
 TOKENIZER_FILES = (
@@ -183,7 +183,7 @@ def engine_version(config: Config) -> str:
 
 @dataclass(frozen=True)
 class CaptureSpec:
-    """The captured states: aux [T, A*H] at A boundaries, and the last hidden state [T, H], in `dtype`."""
+    """The captured states: aux [T, A*H] at A boundaries, and the last hidden state [T, H], stored in `dtype`."""
 
     boundaries: tuple[int, ...]
     hidden_size: int
@@ -191,8 +191,11 @@ class CaptureSpec:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes a token, aux and last hidden state."""
-        return (len(self.boundaries) + 1) * self.hidden_size * (4 if self.dtype == "float32" else 2)
+        """Stored bytes a token, aux and last hidden state, before compression."""
+        aux = len(self.boundaries) * self.hidden_size
+        if self.dtype == "float8_e4m3":
+            return aux + 4 * len(self.boundaries) + 2 * self.hidden_size  # the scales; the last hidden state in bf16
+        return (aux + self.hidden_size) * (4 if self.dtype == "float32" else 2)
 
 
 def capture_spec(config: Config, model: dict[str, Any]) -> CaptureSpec:
@@ -202,8 +205,8 @@ def capture_spec(config: Config, model: dict[str, Any]) -> CaptureSpec:
     if boundaries is None:
         boundaries = [2, layers // 2, layers - 3]
     check_boundaries(boundaries, layers)
-    if config.capture.dtype not in DTYPES:
-        raise ConfigError(f"capture.dtype: {config.capture.dtype!r} is none of {', '.join(DTYPES)}")
+    if config.capture.dtype not in STORED_DTYPES:
+        raise ConfigError(f"capture.dtype: {config.capture.dtype!r} is none of {', '.join(STORED_DTYPES)}")
     return CaptureSpec(tuple(boundaries), int(model_value(model, "hidden_size")), config.capture.dtype)
 
 

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 DTYPES = ("float32", "bfloat16")
+STORED_DTYPES = (*DTYPES, "float8_e4m3")
+COMPRESSIONS = ("none", "zstd")
 ENGINES = ("sglang", "transformers")
 
 
@@ -56,7 +58,7 @@ class CaptureConfig:
     """Which hidden states are kept, and how."""
 
     boundaries: list[int] | None = None  # strictly ascending; None is (2, n//2, n-3) for n layers
-    dtype: str = "bfloat16"  # of the stored states
+    dtype: str = "bfloat16"  # of the stored states: bfloat16 | float32 | float8_e4m3 (aux only, with scales)
 
 
 @dataclass
@@ -100,9 +102,10 @@ class StoreConfig:
     # for s3fs: endpoint_url, …; no secrets here, and if there are, no repr shows them
     storage_options: dict[str, Any] = field(default_factory=dict, repr=False)
     exclusive_create: bool = True  # false: for storage without create-if-absent; then one job alone
+    shard_bytes: int = 512 * 2**20  # a capture unit is cut when its states, not compressed, reach this size
+    compression: str = "none"  # none | zstd, of the states; no value changes
     scratch_dir: str | None = None  # on each node, best an NVMe, for shards on their way; None: its temporary folder
-    cache_bytes: int = 64 * 2**30  # of copies that a node keeps, when the root is not a local path
-    shard_bytes: int = 512 * 2**20  # a capture unit is cut when its states reach this size
+    cache_bytes: int = 64 * 2**30  # of copies that a node keeps there, when the root is not a local path
     uploaders: int = 4  # processes of one actor that hash and upload shards
     staging_bytes: int = 16 * 2**30  # shards that may wait for them in scratch_dir; the capture of further ones waits
 

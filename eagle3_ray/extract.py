@@ -36,6 +36,7 @@ from eagle3_ray.restarts import FAILED_STARTS, RestartingEngine
 from eagle3_ray.run import Run
 from eagle3_ray.store.cache import node_cache, scratch
 from eagle3_ray.store.commits import Commit, Units
+from eagle3_ray.store.precision import stored
 from eagle3_ray.store.shards import (
     Features,
     Response,
@@ -247,7 +248,6 @@ class Extractor:
 
     def _capture(self, name: str, commit: Commit, numbers: list[int]) -> tuple[int, Future[bool]]:
         """Capture the states of some of a response unit's samples; returns how many failed, and the commit to come."""
-        dtype = getattr(torch, self.run.spec.dtype)
         reader = self.responses.open(commit, node_cache(self.run.config.store))
 
         def states(engine: TargetEngine, number: int) -> Features:
@@ -259,20 +259,20 @@ class Extractor:
                 id=response.id,
                 input_ids=response.input_ids,
                 loss_mask=response.loss_mask,
-                aux=captured.aux.to(dtype, copy=True),  # [T, A*H]
-                last_hidden=captured.last_hidden[rows].to(dtype),  # [R, H]
                 last_rows=rows,
+                **stored(captured.aux, captured.last_hidden[rows], self.run.spec.dtype),
             )
 
         progress = Progress(f"unit {name}", len(numbers), "conversations captured")
         results = self.engine.work(self.features, name, numbers, states, self.capturing, progress)
         good = [(n, result) for n, result in zip(numbers, results, strict=True) if isinstance(result, Features)]
         samples = [commit.samples[n] | {"targets": len(result.last_rows)} for n, result in good]
+        fingerprint, compression = Path(self.features.folder).name, self.run.config.store.compression
         failed = _failed([reader.response(n) for n in numbers], results)
         upload = self.uploads.commit(
             self.features,
             name,
-            lambda shard: write_features(shard, [result for _, result in good], Path(self.features.folder).name),
+            lambda shard: write_features(shard, [result for _, result in good], fingerprint, compression),
             sum(result.aux.nbytes + result.last_hidden.nbytes for _, result in good),
             samples,
             failed=failed,

@@ -21,7 +21,17 @@ from eagle3_ray.capture import (
     target_folder,
     text_config,
 )
-from eagle3_ray.config import DTYPES, ENGINES, PLACEMENT, Config, ConfigError, HardwareConfig, check_drafter
+from eagle3_ray.config import (
+    COMPRESSIONS,
+    DTYPES,
+    ENGINES,
+    PLACEMENT,
+    STORED_DTYPES,
+    Config,
+    ConfigError,
+    HardwareConfig,
+    check_drafter,
+)
 from eagle3_ray.store.commits import Units
 from eagle3_ray.store.filesystem import Filesystem, StoreError
 
@@ -106,7 +116,8 @@ def check_values(config: Config) -> None:
     choices = {
         "engine.name": (config.engine.name, ENGINES),
         "engine.dtype": (config.engine.dtype, DTYPES),
-        "capture.dtype": (config.capture.dtype, DTYPES),
+        "capture.dtype": (config.capture.dtype, STORED_DTYPES),
+        "store.compression": (config.store.compression, COMPRESSIONS),
         "train.dtype": (config.train.dtype, DTYPES),
         "evaluate.dtype": (config.evaluate.dtype or config.engine.dtype, DTYPES),
         "hardware.device": (config.hardware.device, ("cuda", "cpu")),

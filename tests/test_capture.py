@@ -21,7 +21,7 @@ from eagle3_ray.capture import (
 )
 from eagle3_ray.config import ConfigError
 from eagle3_ray.engines.sglang import ask_layer_ids, engine_environment
-from eagle3_ray.run import open_run
+from eagle3_ray.run import check_values, open_run
 
 
 @pytest.mark.parametrize(
@@ -46,6 +46,18 @@ def test_the_default_boundaries_are_low_middle_and_high() -> None:
     spec = capture_spec(compose(), model)
     assert spec.boundaries == (2, 30, 58)
     assert spec.row_bytes == 57344  # FACTS: 4 states of 7,168 in bf16
+    assert capture_spec(compose("capture.dtype=float32"), model).row_bytes == 2 * 57344
+    assert capture_spec(compose("capture.dtype=float8_e4m3"), model).row_bytes == 3 * 7168 + 3 * 4 + 2 * 7168
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [(f"{group}.dtype", "float8_e4m3") for group in ("engine", "train", "evaluate")]
+    + [("capture.dtype", "float16"), ("store.compression", "gzip")],
+)
+def test_a_precision_or_compression_that_is_none_is_refused(name: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name}: '{value}' is none of"):
+        check_values(compose(f"{name}={value}"))
 
 
 def test_a_target_too_small_for_the_default_boundaries_is_refused() -> None:
@@ -143,10 +155,11 @@ RESPONSES += ["+engine.args.context_length=1024"]
 FEATURES += ["+engine.args.decode_attention_backend=torch_native", "+hardware.env.NCCL_ALGO=Ring"]
 FEATURES += ["engine.version=0.5.22", "+engine.args.kv_cache_dtype=fp8_e4m3", "engine=transformers"]
 FEATURES += ["+hardware.capture_args.attention_backend=intel_amx", "hardware=gpu1"]
-FEATURES += ["+target.args.kv_cache_dtype=fp8_e4m3"]
+FEATURES += ["+target.args.kv_cache_dtype=fp8_e4m3", "capture.dtype=float8_e4m3"]
 NEITHER = ["hardware.args.mem_fraction_static=0.3", "hardware.max_inflight=3", "store.shard_bytes=1000"]
 NEITHER += ["store.exclusive_create=false", "store.scratch_dir=/tmp", "store.cache_bytes=1000000000"]
 NEITHER += ["+hardware.env.HF_TOKEN=secret"]
+NEITHER += ["store.compression=zstd"]
 
 
 @pytest.mark.parametrize("override", RESPONSES + FEATURES + NEITHER)

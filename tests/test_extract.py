@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import compose
+from safetensors.torch import load_file
 
 from eagle3_ray.engines.base import EngineError, RequestError
 from eagle3_ray.engines.transformers import TransformersEngine
@@ -30,7 +31,9 @@ from eagle3_ray.run import Run, open_run
 from eagle3_ray.store.cache import node_cache
 from eagle3_ray.store.commits import Commit
 from eagle3_ray.store.filesystem import Filesystem, StoreError
+from eagle3_ray.store.precision import dequantise, stored
 from eagle3_ray.store.shards import target_rows
+from eagle3_ray.store.transcode import destination
 
 TURNS = [["Hello"], ["One", "Two"], ["Tell me more"], ["Why?"], ["A", "B", "C"]]
 
@@ -57,7 +60,7 @@ def work(run: Run, corpus: Corpus, units: list[str] | None = None) -> list[dict]
     responses, description = run.responses(corpus.fingerprint)
     responses.describe(description)
     features, description = run.features(corpus.fingerprint)
-    features.describe(description)
+    features.describe(description | {"shard_bytes": run.config.store.shard_bytes})
     extractor = Extractor(run, corpus)
     return [extractor({"unit": [unit]}) for unit in units or corpus.units]
 
@@ -87,6 +90,23 @@ def test_every_token_has_its_states(line) -> None:
         for name, sample in found.items()
     }
     assert answers == {f"p{i}": len(turns) for i, turns in enumerate(TURNS)}
+
+
+def test_precision_and_compression_are_those_of_the_settings(line, tmp_path: Path) -> None:
+    run, corpus = line("capture.dtype=float32")
+    small, _ = line("capture.dtype=float8_e4m3", "store.compression=zstd")
+    work(run, corpus)
+    work(small, corpus)
+    features, commits = extracted(small, corpus)
+    tensors = load_file(features.fetch(commits[0], node_cache(run.config.store)))
+    assert tensors["aux_scale"].shape[1] == 3 and tensors["aux.blocks"][-1] == len(tensors["aux"])
+    whole, kept = samples_of(run, corpus), samples_of(small, corpus)
+    for name, sample in kept.items():
+        states = stored(whole[name].aux, whole[name].last_hidden, "float8_e4m3")
+        assert torch.equal(sample.aux, dequantise(states["aux"], states["aux_scale"]))
+        assert torch.equal(sample.last_hidden, states["last_hidden"])
+    transcoded = destination(run.features(corpus.fingerprint)[0], Filesystem(str(tmp_path / "other")), "float8_e4m3")
+    assert transcoded.folder == features.folder
 
 
 def test_what_is_missing_is_named_and_what_is_committed_is_kept(line) -> None:

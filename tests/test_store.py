@@ -339,11 +339,14 @@ def test_a_shard_is_an_ordinary_safetensors_file(tmp_path: Path) -> None:
         assert int.from_bytes((tmp_path / "shard").read_bytes()[:8], "little") % 8 == 0
     tensors = load_file(tmp_path / "shard")
     assert tensors["offsets"].tolist() == [0, 3, 8]
+    assert tensors["target_offsets"].tolist() == [0, 1, 4]
     assert tensors["last_rows"].tolist() == [1, 3, 4, 5]
     assert torch.equal(tensors["aux"], torch.cat([samples[0].aux, samples[1].aux]))
     assert torch.equal(tensors["last_hidden"], torch.cat([samples[0].last_hidden, samples[1].last_hidden]))
     assert {name: str(tensor.dtype) for name, tensor in tensors.items()} == {
         "offsets": "torch.int64",
+        "target_offsets": "torch.int64",
+        "crc32": "torch.int64",
         "input_ids": "torch.int32",
         "loss_mask": "torch.uint8",
         "aux": "torch.bfloat16",
@@ -411,13 +414,13 @@ def test_a_shard_of_another_fingerprint_or_format_is_refused(
 ) -> None:
     with pytest.raises(StoreError, match=f"fingerprint '{PRINT}', this run reads 'other'"):
         ShardReader(shard, "other")
-    monkeypatch.setattr("eagle3_ray.store.shards.FORMAT", "2")
-    with pytest.raises(StoreError, match="format '1', this run reads '2'"):
-        ShardReader(shard, PRINT)
     for data in (b"", b"not a shard at all", shard.read_bytes()[:-1]):
         (tmp_path / "broken").write_bytes(data)
         with pytest.raises(StoreError, match="broken cannot be opened"):
             ShardReader(tmp_path / "broken", PRINT)
+    monkeypatch.setattr("eagle3_ray.store.layout.FORMAT", "3")
+    with pytest.raises(StoreError, match="format '2', this run reads '3'"):
+        ShardReader(shard, PRINT)
 
 
 def test_target_rows_are_those_that_the_valid_slots_need() -> None:

@@ -14,12 +14,14 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from eagle3_ray.store.cache import Cache
 from eagle3_ray.store.filesystem import Filesystem, StoreError
-from eagle3_ray.store.shards import ShardReader
+
+if TYPE_CHECKING:
+    from eagle3_ray.store.shards import ShardReader
 
 File = tuple[str, int, int, int]  # path, inode, size, time of change
 _verified: set[tuple[File, str]] = set()  # the shards that this process has checked, with their sha256
@@ -100,6 +102,8 @@ class Units:
 
     def open(self, commit: Commit, cache: Cache) -> ShardReader:
         """The unit's shard, verified."""
+        from eagle3_ray.store.shards import ShardReader  # torch: who only commits shards needs none
+
         while True:
             path = self.fetch(commit, cache)
             file = _identity(path)
