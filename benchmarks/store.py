@@ -28,6 +28,7 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from eagle3_ray.config import TrainConfig
+from eagle3_ray.store.cache import Cache
 from eagle3_ray.store.commits import Units
 from eagle3_ray.store.filesystem import Filesystem
 from eagle3_ray.store.precision import stored
@@ -128,7 +129,7 @@ def reading(folder: Path, features: list[Features], repeats: int) -> dict[str, f
     def ours(name: str) -> None:
         commits = units[name].commits()
         steps = sum(len(commit.samples) for commit in commits) // config.batch_size
-        samples = stream(config, units[name], commits, folder, 0, 1, consumed=0)
+        samples = stream(config, units[name], commits, Cache(folder), 0, 1, consumed=0)
         read = 0
         for share in islice(samples, steps):
             read += sum(batch.aux.nbytes for batch in batches(share, config.max_length, torch.bfloat16))
