@@ -21,7 +21,7 @@ from eagle3_ray.store import commits as commits_module
 from eagle3_ray.store.cache import STALE_S, Cache, node_cache, scratch
 from eagle3_ray.store.commits import Commit, Units
 from eagle3_ray.store.filesystem import Filesystem, StoreError
-from eagle3_ray.store.shards import write_features
+from eagle3_ray.store.shards import ShardReader, write_features
 from eagle3_ray.train.features import WINDOW, stream
 
 
@@ -127,14 +127,14 @@ def test_a_copy_that_went_between_fetch_and_open_is_fetched_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     units, (a,), remote = store(tmp_path, 1)
-    cache, reader = Cache(tmp_path / "cache"), commits_module.ShardReader
+    cache, reader = Cache(tmp_path / "cache"), ShardReader
 
     def late(path: Path, fingerprint: str) -> Any:
         if remote.downloads()[a.shard] == 1:
             path.unlink()
         return reader(path, fingerprint)
 
-    monkeypatch.setattr(commits_module, "ShardReader", late)
+    monkeypatch.setattr("eagle3_ray.store.shards.ShardReader", late)
     assert units.open(a, cache).features(0).id == "s0" and remote.downloads()[a.shard] == 2
     with pytest.raises(StoreError, match="fingerprint"):  # what does not pass is not tried for ever
         other = Units(remote, "features", "other")

@@ -67,11 +67,12 @@ class Cache:
 
     def _remove(self, path: Path) -> bool:
         """Not a lock, nor what another process is fetching."""
-        if path.suffix == ".lock" or path.suffix == TEMPORARY and time.time() - path.stat().st_mtime < STALE_S:
-            return False
-        with suppress(BlockingIOError), self._locked(_lock(str(path.relative_to(self.folder))), fcntl.LOCK_NB):
-            path.unlink(missing_ok=True)
-            return True
+        with suppress(BlockingIOError, FileNotFoundError):  # in use; named or removed by another process meanwhile
+            if path.suffix == ".lock" or path.suffix == TEMPORARY and time.time() - path.stat().st_mtime < STALE_S:
+                return False
+            with self._locked(_lock(str(path.relative_to(self.folder))), fcntl.LOCK_NB):
+                path.unlink(missing_ok=True)
+                return True
         return False
 
     @contextmanager
