@@ -282,8 +282,7 @@ def test_no_more_of_a_file_is_in_memory_than_the_parts_on_their_way(
         _, most = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    print(most / PART)
-    assert most < 8 * PART
+    assert most < 6 * PART  # what is not yet sent lies in the socket's buffer once more
     assert (tmp_path / "back").stat().st_size == 20 * PART
 
 
