@@ -32,7 +32,7 @@ TOKENIZER_FILES = (
 )
 # ServerArgs and variables that change how fast an engine runs, never what it computes
 SPEED_ARGS = {"log_level", "max_total_tokens", "mem_fraction_static", "max_running_requests"}
-SPEED_ARGS |= {"cuda_graph_max_bs_decode", "GOMP_SPINCOUNT", "OMP_NUM_THREADS", "NCCL_DEBUG"}
+SPEED_ARGS |= {"cuda_graph_max_bs_decode", "GOMP_SPINCOUNT", "OMP_NUM_THREADS", "NCCL_DEBUG", "sleep_on_idle"}
 CAPTURE_VERSION = "2"  # of our own capture code, engines/sglang_plugin.py above all: another one, other values
 WINDOW_BYTES = 4096  # of each weight tensor that goes into the target's digest
 
