@@ -76,16 +76,16 @@ TRANSIENT = [500, 503, 429, "reset", "half-request", "lost", "flip-request"]
 
 
 @pytest.mark.parametrize(
-    ("where", "kind"),
-    [("?uploads", 503), ("?uploads", "lost"), ("?uploadId", 500), ("?uploadId", "lost"), ("?uploadId", "reset")]
-    + [("partNumber=2", kind) for kind in TRANSIENT],
-)
+    ("where", "skip", "kind"),
+    [("POST", 0, 503), ("POST", 0, "lost"), ("POST", 1, 500), ("POST", 1, "lost"), ("POST", 1, "reset")]
+    + [("partNumber=2", 0, kind) for kind in TRANSIENT],
+)  # of the requests without a body of data, the first begins an upload, the second completes it
 def test_a_large_upload_outlives_what_may_pass(
-    files: Filesystem, proxy: Proxy, large: Path, where: str, kind: Any
+    files: Filesystem, proxy: Proxy, large: Path, where: str, skip: int, kind: Any
 ) -> None:
-    proxy.fail(kind, where, times=2)
+    proxy.fail(kind, where, times=2, skip=skip)
     files.upload(large, "large")
-    assert not any(fault.times for fault in proxy.faults)
+    assert not proxy.left()
     assert files.read("large") == large.read_bytes()
     assert files.list("") == ["large"] and unfinished(files) == []
 
@@ -94,7 +94,7 @@ def test_a_large_upload_outlives_what_may_pass(
 def test_a_small_object_outlives_what_may_pass(files: Filesystem, proxy: Proxy, kind: Any) -> None:
     proxy.fail(kind, "PUT", times=3)
     files.write("small", b"0123456789")
-    assert files.read("small") == b"0123456789" and not proxy.faults[0].times
+    assert files.read("small") == b"0123456789" and not proxy.left()
 
 
 @pytest.mark.parametrize("kind", [500, 503, 429, "reset", "lost", "half-answer", "stall"])
@@ -112,7 +112,7 @@ def test_reads_outlive_what_may_pass(
     assert (tmp_path / "back").read_bytes() == large.read_bytes()
     proxy.fail(kind, "list-type", times=2)
     assert again.list("") == ["large"]
-    assert not any(fault.times for fault in proxy.faults)
+    assert not proxy.left()
 
 
 def test_a_server_that_stops_reading_is_given_up_and_asked_again(
@@ -152,6 +152,17 @@ def test_the_check_outlives_a_lost_answer_and_does_not_wait_long_for_a_wrong_end
     assert time.monotonic() - start < 5
 
 
+def test_an_upload_that_was_completed_unheard_is_seen_to_be_there(files: Filesystem, proxy: Proxy, large: Path) -> None:
+    proxy.fail("lost", "POST", skip=1)
+    proxy.fail(404, "POST", skip=1)  # the server no longer knows what it completed
+    files.upload(large, "large")
+    assert files.read("large") == large.read_bytes() and not proxy.left()
+    proxy.fail(404, "POST", times=10, skip=1)
+    with pytest.raises(StoreError, match="cannot upload to"):  # nor does it know one that it did not complete
+        files.upload(large, "other")
+    assert files.list("") == ["large"] and unfinished(files) == []
+
+
 def test_a_server_killed_in_mid_upload_and_started_again_is_survived(
     files: Filesystem, proxy: Proxy, server: Server, large: Path
 ) -> None:
@@ -164,11 +175,11 @@ def test_a_server_killed_in_mid_upload_and_started_again_is_survived(
 def test_what_does_not_pass_ends_in_an_error_and_leaves_nothing(
     files: Filesystem, proxy: Proxy, large: Path, tmp_path: Path
 ) -> None:
-    files.patience_s = 1.0
+    files.patience_s = 3.0
     proxy.fail(503, "partNumber=2", times=10**6)
     with pytest.raises(StoreError, match=f"store.root is '{files.root}': cannot upload to .*large .*storage_options"):
         files.upload(large, "large")
-    assert asked(proxy, "partNumber=2") > 2
+    assert asked(proxy, "partNumber=2") > 1
     assert files.list("") == [] and not files.exists("large") and unfinished(files) == []
     files.write("small", bytes(100))
     proxy.fail("half-answer", "GET", times=10**6)
@@ -282,7 +293,7 @@ def test_no_more_of_a_file_is_in_memory_than_the_parts_on_their_way(
         _, most = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert most < 6 * PART  # what is not yet sent lies in the socket's buffer once more
+    assert most < 10 * PART  # botocore and aiohttp each keep a copy of a part that is sent, for a while
     assert (tmp_path / "back").stat().st_size == 20 * PART
 
 
