@@ -4,7 +4,7 @@ The states are SmolLM2's, of the demo's prompts, by plain Transformers, joined t
 the size of a shard. Writing: our shard against safetensors' own `save_file` of one tensor of the same bytes, without
 fsync on both sides, then with it on both. Reading: our stream of training batches against a copy, straight from the
 memory map, of the same bytes in pieces of a batch. All of it from memory, that is the page cache, since a disk would
-hide what our code costs. The last line is one JSON object: ratios, and the bytes that a token weighs in each kind of file.
+hide what our code costs. The last line is one JSON object: ratios, and the bytes a token weighs in each kind of file.
 """
 
 from __future__ import annotations
