@@ -1,10 +1,10 @@
 """What the store costs beside the bare bytes: `python benchmarks/store.py`.
 
-The states are SmolLM2's, of the demo's prompts, by plain Transformers, repeated to the size of a shard. Writing: our
-shard against safetensors' own `save_file` of one tensor of the same bytes, without fsync on both sides, then with it on
-both. Reading: our stream of training batches against a copy, straight from the memory map, of the same bytes in pieces
-of a batch. Both from memory, that is the page cache, since a disk would hide what our code costs. The last line is one
-JSON object of ratios, and of the bytes a token weighs in each kind of shard.
+The states are SmolLM2's, of the demo's prompts, by plain Transformers, joined to samples of 2,048 tokens, repeated to
+the size of a shard. Writing: our shard against safetensors' own `save_file` of one tensor of the same bytes, without
+fsync on both sides, then with it on both. Reading: our stream of training batches against a copy, straight from the
+memory map, of the same bytes in pieces of a batch. All of it from memory, that is the page cache, since a disk would
+hide what our code costs. The last line is one JSON object: ratios, and the bytes a token weighs in each kind of file.
 """
 
 from __future__ import annotations
@@ -37,11 +37,13 @@ from eagle3_ray.train.features import batches, stream
 
 ROOT = Path(__file__).resolve().parent.parent
 BOUNDARIES = (2, 15, 27)
-TOKENS = 256  # a sample
+TOKENS = 256  # of a real sample
+JOINED = 8  # of them are a sample that is written and read
+BATCH = 8
 SHARDS = 2
 
 
-def smollm2_states(samples: int) -> list[Features]:
+def smollm2_states() -> list[Features]:
     """Of the demo's prompts, one after the other, in bfloat16; all but the first quarter of each sample is response."""
     make = [sys.executable, str(ROOT / "examples" / "smollm2.py")]
     folder = subprocess.run(make, check=True, capture_output=True, text=True).stdout.split()[-1]
@@ -52,9 +54,8 @@ def smollm2_states(samples: int) -> list[Features]:
     ids = [token for turn in turns for token in tokenizer.apply_chat_template(turn, tokenize=True, return_dict=False)]
     mask = torch.arange(TOKENS) >= TOKENS // 4  # [T]
     found = []
-    for number, start in enumerate(range(0, len(ids) - TOKENS, TOKENS)):
-        if number == samples:
-            break
+    for number in range(JOINED):
+        start = number * TOKENS
         piece = torch.tensor(ids[start : start + TOKENS])  # [T]
         with torch.inference_mode():
             states = model(piece[None], output_hidden_states=True, use_cache=False).hidden_states  # of [1, T, H]
@@ -63,6 +64,19 @@ def smollm2_states(samples: int) -> list[Features]:
         kept = stored(aux, states[-1][0][rows], "bfloat16")  # [T, A*H], [R, H]
         found.append(Features(f"s{number}", piece.int(), mask, last_rows=rows, **kept))
     return found
+
+
+def joined(real: list[Features], number: int) -> Features:
+    """One long sample, in memory of its own."""
+    mask = torch.cat([f.loss_mask for f in real])  # [T]
+    return Features(
+        id=f"s{number}",
+        input_ids=torch.cat([f.input_ids for f in real]),  # [T]
+        loss_mask=mask,
+        aux=torch.cat([f.aux for f in real]),  # [T, A*H]
+        last_hidden=torch.cat([f.last_hidden for f in real]),  # [R, H]
+        last_rows=target_rows(mask),  # [R]
+    )
 
 
 def nbytes(features: list[Features]) -> int:
@@ -117,7 +131,7 @@ def writing(folder: Path, features: list[Features], repeats: int) -> dict[str, f
 
 
 def reading(folder: Path, features: list[Features], repeats: int) -> dict[str, float]:
-    config = TrainConfig(batch_size=8, max_length=8 * TOKENS)
+    config = TrainConfig(batch_size=BATCH)
     kinds = {"bf16": ("bfloat16", "none"), "fp8": ("float8_e4m3", "none"), "bf16+zstd": ("bfloat16", "zstd")}
     units = {name: Units(Filesystem(str(folder / name)), "features", "benchmark") for name in kinds}
     for name, (dtype, compression) in kinds.items():
@@ -133,7 +147,7 @@ def reading(folder: Path, features: list[Features], repeats: int) -> dict[str, f
         read = 0
         for share in islice(samples, steps):
             read += sum(batch.aux.nbytes for batch in batches(share, config.max_length, torch.bfloat16))
-        assert read == SHARDS * sum(f.aux.nbytes for f in features[: len(features) // 8 * 8])
+        assert read == SHARDS * sum(f.aux.nbytes for f in features)
 
     def mapped() -> None:
         piece = nbytes(features) // len(features) * config.batch_size
@@ -176,17 +190,12 @@ def bytes_per_token(folder: Path, features: list[Features]) -> dict[str, int]:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--samples", type=int, default=8, help="real ones; they are repeated")
     parser.add_argument("--mib", type=int, default=512, help="of a shard")
     parser.add_argument("--repeats", type=int, default=5)
     args = parser.parse_args()
-    real = smollm2_states(args.samples)
-    many = args.mib * 2**20 // nbytes(real)
-    features = [
-        replace(f, id=f"{f.id}.{n}", aux=f.aux.clone(), last_hidden=f.last_hidden.clone())
-        for n in range(many)
-        for f in real
-    ]
+    real = smollm2_states()
+    whole = args.mib * 2**20 // nbytes(real) // BATCH * BATCH
+    features = [joined(real, number) for number in range(whole)]
     with tempfile.TemporaryDirectory(prefix="eagle3-ray-") as scratch:
         folder = Path(scratch)
         result: dict[str, Any] = {
