@@ -10,8 +10,11 @@ from __future__ import annotations
 import os
 import shutil
 import stat
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -23,6 +26,15 @@ TEMPORARY = ".tmp"  # objects with this ending are never listed
 
 class StoreError(RuntimeError):
     """The store cannot do what was asked. The message names the setting and the value seen, never a secret."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """An object in a listing."""
+
+    key: str
+    size: int  # bytes
+    modified: float  # seconds since 1970, by the storage's clock
 
 
 class Filesystem:
@@ -114,6 +126,19 @@ class Filesystem:
         keys = (name[start:] for name in names)  # among them, on S3, perhaps the folder itself
         return sorted(k for k in keys if k.startswith(below) and k != below and not k.endswith(("/", TEMPORARY)))
 
+    def entries(self, prefix: str) -> list[Entry]:
+        """As `list`, with sizes and times, and with the temporary files of writers that live or were killed."""
+        below = f"{prefix.strip('/')}/".lstrip("/")
+        with self._errors("list", below):
+            if self.local:
+                found = _local_entries(self.url(below), len(self.root) + 1)
+            else:
+                start = len(self._remote._strip_protocol(self.root)) + 1
+                listed = self._remote.find(self.url(below).rstrip("/"), detail=True)
+                found = [Entry(name[start:], info["size"], _modified(info)) for name, info in listed.items()]
+        kept = (e for e in found if e.key.startswith(below) and e.key != below and not e.key.endswith("/"))
+        return sorted(kept, key=lambda entry: entry.key)
+
     def exists(self, key: str) -> bool:
         with suppress(FileNotFoundError, NotADirectoryError):
             self.size(key)
@@ -200,6 +225,23 @@ def _walk(folder: str) -> Iterator[tuple[str, list[str], list[str]]]:
 
     folder = folder.rstrip("/")
     return os.walk(folder, onerror=fail) if os.path.isdir(folder) else iter(())
+
+
+def _local_entries(folder: str, start: int) -> list[Entry]:
+    found = []
+    for parent, _, names in _walk(folder):
+        for name in names:
+            path = f"{parent}/{name}"
+            with suppress(FileNotFoundError):  # renamed or removed meanwhile
+                info = os.stat(path)
+                found.append(Entry(path[start:], info.st_size, info.st_mtime))
+    return found
+
+
+def _modified(info: dict[str, Any]) -> float:
+    """When an object was written, as S3 or another fsspec file system tells it; unknown is now."""
+    told = info.get("LastModified") or info.get("mtime") or info.get("created")
+    return told.timestamp() if isinstance(told, datetime) else float(told or time.time())
 
 
 def _secrets(options: dict[str, Any]) -> Iterator[str]:
