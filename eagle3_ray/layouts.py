@@ -7,9 +7,9 @@ zeros. They disagree on which row a mask's token stands for:
     SpecForge     slot i at step k reads row i+1+k where mask[i+k] is set: the mask lies one before the target rows
     speculators   slot i at step k reads row i+1+k where mask[i+1+k] is set: the mask lies on the target rows
 
-A slot counts for them when its own target is there, for us also when all targets before it are: across two answers of one
-conversation they train a few slots more. For speculators the last hidden state is that before the final norm, which its
-training applies; ours is the one after it, so it is divided by the norm's weight (the norm takes out any scale).
+A slot counts for them when its own target is there, for us when all targets before it are, too: across two answers of
+one conversation they train a few slots more. For speculators the last hidden state is the one before the final norm,
+which its training applies; ours is the one after it, so it is divided by the norm's weight (a norm takes out any scale).
 """
 
 from __future__ import annotations
@@ -90,13 +90,13 @@ def _writer(
 
 @dataclass
 class SpecForge:
-    """rows_0-2000/data_0.ckpt, …: a dictionary of tensors by torch.save, as scripts/prepare_hidden_states.py writes it."""
+    """rows_0-2000/data_0.ckpt, …: dictionaries of tensors, as scripts/prepare_hidden_states.py saves them."""
 
     to: Path
 
     def __call__(self, sample: Features, number: int) -> Tensor:
-        mask = target_mask(sample).roll(-1)  # [T]; row 0 is never a target behind the last token: see below
-        mask[-1:] = 0
+        mask = target_mask(sample).roll(-1)  # [T]
+        mask[-1:] = 0  # row 0 came round to here; no slot reads it
         data = {
             "input_ids": sample.input_ids.long(),  # [T]
             "loss_mask": mask,  # [T]
@@ -170,7 +170,7 @@ def _claim(to: Path, made_of: dict[str, Any]) -> None:
     if note.exists():
         if json.loads(note.read_text()) != made_of:
             raise ConfigError(
-                f"to: {str(to)!r} holds an export of other features, or of fewer units; name another folder"
+                f"to: {str(to)!r} holds an export of other features or other commits; name another folder"
             )
     elif to.exists() and any(path.name != OURS for path in to.iterdir()):
         raise ConfigError(f"to: {str(to)!r} is not empty and no export")

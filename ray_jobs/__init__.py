@@ -1,7 +1,8 @@
 """One thin Hydra entry point a stage: `python -m ray_jobs.STAGE [override …]`.
 
-`stage` composes conf/, checks it against eagle3_ray.config, and runs one function on the opened run; `command` composes
-alone. The exit code is 2 for a configuration that cannot work, before any engine starts, and 1 for a failure after that.
+`stage` composes conf/, checks it against eagle3_ray.config, and runs one function on the opened run; `command` only
+composes. The exit code is 2 for a configuration that cannot work, before any engine starts, and 1 for a failure after
+that.
 """
 
 from __future__ import annotations

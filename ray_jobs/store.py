@@ -8,7 +8,9 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
+from eagle3_ray.capture import features_fingerprint, with_dtype
 from eagle3_ray.config import ConfigError, StoreCommand
+from eagle3_ray.store.commits import Units
 from eagle3_ray.store.filesystem import Filesystem, StoreError
 from eagle3_ray.store.overview import Folder, details, find, readable, table
 from ray_jobs import command
@@ -73,11 +75,18 @@ def export(job: StoreCommand, files: Filesystem) -> None:
 
 
 def transcode(job: StoreCommand, files: Filesystem) -> None:
-    from eagle3_ray.store.transcode import transcode, transcoded
+    from eagle3_ray.store.transcode import transcode
 
     source = _features(job, files)
-    target = transcoded(source.units, job.dtype, _other_root(job, files) if job.to else files)
-    print(f"transcode: {transcode(source.units, target, job.dtype, job.compression)}")
+    description = with_dtype(source.units.description(), job.dtype)
+    name = features_fingerprint(description)
+    if name == source.fingerprint and job.to is None:
+        raise ConfigError(f"dtype: {job.dtype!r} makes the same features; name another store's root by to")
+    target = Units(_other_root(job, files) if job.to else files, "features", name)
+    target.describe(description)
+    done = transcode(source.units, target, job.dtype, job.compression)
+    print(f"transcode: {done}")
+    print(f"transcode: capture.dtype={description['dtype']} store.shard_bytes={description['shard_bytes']} finds them")
 
 
 # Each action, and the settings that it takes beside action, store and fingerprint

@@ -11,7 +11,7 @@ import os
 import shutil
 import stat
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
@@ -126,7 +126,7 @@ class Filesystem:
         keys = (name[start:] for name in names)  # among them, on S3, perhaps the folder itself
         return sorted(k for k in keys if k.startswith(below) and k != below and not k.endswith(("/", TEMPORARY)))
 
-    def entries(self, prefix: str) -> list[Entry]:
+    def entries(self, prefix: str) -> Sequence[Entry]:
         """As `list`, with sizes and times, and with the temporary files of writers that live or were killed."""
         below = f"{prefix.strip('/')}/".lstrip("/")
         with self._errors("list", below):

@@ -1,8 +1,8 @@
 """What a store holds and nothing will ever read: the remains of attempts that lost, were killed or were superseded.
 
 Commits are read after everything was listed, so a unit that is committed meanwhile keeps its shard. A shard that lies
-there before its commit does is told from an orphan by its age alone, hence the age limit. What is to be removed is looked
-for twice, and only what both looks found is removed.
+there before its commit does is told from an orphan by its age alone, hence the age limit. What is to be removed is
+looked for twice, and only what both looks found is removed.
 """
 
 from __future__ import annotations
