@@ -10,6 +10,7 @@ from typing import Any
 
 DTYPES = ("float32", "bfloat16")
 ENGINES = ("sglang", "transformers")
+LAYOUTS = ("specforge", "speculators")
 
 
 class ConfigError(ValueError):

@@ -9,7 +9,7 @@ zeros. They disagree on which row a mask's token stands for:
 
 A slot counts for them when its own target is there, for us when all targets before it are, too: across two answers of
 one conversation they train a few slots more. For speculators the last hidden state is the one before the final norm,
-which its training applies; ours is the one after it, so it is divided by the norm's weight (a norm takes out any scale).
+which its training applies. Ours is the one after it, so it is divided by the norm's weight (a norm takes out scale).
 """
 
 from __future__ import annotations
@@ -39,7 +39,6 @@ from eagle3_ray.store.overview import Folder
 from eagle3_ray.store.parallel import in_parallel
 from eagle3_ray.store.shards import Features, ShardReader
 
-LAYOUTS = ("specforge", "speculators")
 OURS = ".eagle3_ray"  # in the exported folder: what it was made of, and a small file for each finished unit
 GROUP = 2000  # files a folder, as SpecForge groups them
 WORKERS = 4  # shards at a time

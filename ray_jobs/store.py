@@ -9,7 +9,7 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 
 from eagle3_ray.capture import features_fingerprint, with_dtype
-from eagle3_ray.config import ConfigError, StoreCommand
+from eagle3_ray.config import LAYOUTS, ConfigError, StoreCommand
 from eagle3_ray.store.commits import Units
 from eagle3_ray.store.filesystem import Filesystem, StoreError
 from eagle3_ray.store.overview import Folder, details, find, readable, table
@@ -64,12 +64,12 @@ def copy(job: StoreCommand, files: Filesystem) -> None:
 
 
 def export(job: StoreCommand, files: Filesystem) -> None:
-    from eagle3_ray.layouts import LAYOUTS, export_features
-
     if job.layout not in LAYOUTS:
         raise ConfigError(f"layout: {job.layout!r} is none of {', '.join(LAYOUTS)}")
     if job.to is None or not Path(job.to).expanduser().is_absolute():
         raise ConfigError(f"to: an absolute path of a local folder, seen {job.to!r}")
+    from eagle3_ray.layouts import export_features
+
     done = export_features(_features(job, files), Path(job.to).expanduser(), job.layout, job.target_path)
     print(f"export: {done['samples']} samples at boundaries {done['boundaries']} in {done['to']}")
 

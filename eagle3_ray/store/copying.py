@@ -1,7 +1,7 @@
 """A store's units in another store, unit by unit: a shard first, its commit when the shard is whole there.
 
-So a copy can be stopped at any moment, and what it left behind is a sound store with fewer units. Running it again sends
-what is missing. Both stores may be local or remote; of a remote source a few shards at a time lie on this machine.
+So a copy can be stopped at any moment, and what it left behind is a sound store with fewer units. Running it again
+sends what is missing. Both stores may be local or remote; of a remote source a few shards lie on this machine.
 """
 
 from __future__ import annotations
