@@ -114,7 +114,7 @@ def main(composed: DictConfig) -> None:
     files = _opened("store.root", job.store.root, job.store.storage_options)
     try:
         action(job, files)
-    except StoreError as error:
+    except (StoreError, FileNotFoundError) as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         sys.exit(1)
 
