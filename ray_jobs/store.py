@@ -41,6 +41,8 @@ def verify(job: StoreCommand, files: Filesystem) -> None:
 def gc(job: StoreCommand, files: Filesystem) -> None:
     from eagle3_ray.store.garbage import garbage, remove
 
+    if job.older_than_hours < 0:
+        raise ConfigError(f"older_than_hours: {job.older_than_hours} is less than 0")
     before = time.time() - job.older_than_hours * 3600
     folder = find(files, job.fingerprint)[0].name if job.fingerprint else None
     found = garbage(files, before, folder)

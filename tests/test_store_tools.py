@@ -10,15 +10,18 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from conftest import ROOT
-from stores import fill
+from safetensors.torch import save_file
+from stores import HIDDEN, TARGET, fill
 
-from eagle3_ray.capture import features_fingerprint, fingerprint, with_dtype
-from eagle3_ray.config import ConfigError
+from eagle3_ray.capture import describe_target, features_fingerprint, fingerprint, with_dtype
+from eagle3_ray.config import ConfigError, TargetConfig
 from eagle3_ray.store.commits import Units
 from eagle3_ray.store.copying import copy, with_responses
 from eagle3_ray.store.filesystem import Filesystem, StoreError
@@ -26,6 +29,7 @@ from eagle3_ray.store.garbage import ATTEMPTS, LEFT, ORPHANS, PROMPTS, garbage, 
 from eagle3_ray.store.overview import details, find, table
 from eagle3_ray.store.parallel import in_parallel
 from eagle3_ray.store.verify import verify
+from ray_jobs.store import ACTIONS
 
 
 @pytest.fixture
@@ -411,6 +415,7 @@ FAULTS = [
     (["action=export", "to=/tmp/x", "layout=other"], "layout: 'other' is none of specforge, speculators"),
     (["action=export", "layout=specforge"], "to: an absolute path"),
     (["action=gc", "older_than_hours=soon"], "older_than_hours"),
+    (["action=gc", "older_than_hours=-1"], "older_than_hours: -1.0 is less than 0"),
     (["action=ls", "no_such=1"], "no_such"),
     (["action=ls", "store.root=nosuch://x"], "store.root"),
     (["action=ls", "store.root=/no/such/folder"], "store.root: neither"),
@@ -424,6 +429,33 @@ def test_a_faulty_command_ends_with_2(tmp_path: Path, overrides: list[str], name
     ended = run(*(override.format(root=root) for override in overrides), root=root)
     assert ended.returncode == 2, ended.stdout + ended.stderr
     assert named in ended.stderr and "Traceback" not in ended.stderr
+
+
+def test_every_command_of_the_documentation_runs(tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    target.mkdir()
+    (target / "config.json").write_text("{}")
+    save_file({"model.norm.weight": torch.ones(HIDDEN)}, target / "model.safetensors")
+    weights = describe_target(TargetConfig("t", str(target)), target)["weights"]
+    _, features = fill(
+        Filesystem(str(tmp_path / "root")), tmp_path, target=TARGET | {"weights": weights}, norm=torch.ones(HIDDEN)
+    )
+    text = (ROOT / "docs" / "store.md").read_text().replace("\\\n", " ")
+    lines = [line.split()[3:] for line in text.splitlines() if line.startswith("python -m ray_jobs.store ")]
+    actions = [line[0] for line in lines]
+    assert sorted(set(actions)) == sorted(f"action={name}" for name in ACTIONS)
+    known = {
+        "features/0636": features.folder[:13],
+        "/data": str(tmp_path),
+        "/models/SmolLM2-135M-Instruct": str(target),
+    }
+    for line in lines:
+        if line[0] == "action=transcode" and find_spec("eagle3_ray.store.transcode") is None:
+            continue
+        for documented, here in known.items():
+            line = [word.replace(documented, here) for word in line]
+        ended = run(*line, root=tmp_path / "root")
+        assert ended.returncode == 0, f"{line}: {ended.stderr}"
 
 
 def test_the_commands_work_on_a_store_alone(tmp_path: Path) -> None:

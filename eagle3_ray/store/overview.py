@@ -103,7 +103,7 @@ def details(folder: Folder) -> Iterator[str]:
     yield f"  target         {target_name(about)}"
     for name in ("responses", "prompts", "engine", "engine_version", "boundaries", "dtype"):
         if name in about:
-            yield f"  {name:<13}  {about[name]}"
+            yield f"  {name:<14} {about[name]}"
     yield f"  last commit    {_last(folder)}"
     yield f"  committed      {totals['units']} units, {totals['samples']} samples"
     targets = f", {totals['targets']} targets" if totals["targets"] else ""
