@@ -148,21 +148,6 @@ def capture_description(
     }
 
 
-def features_fingerprint(stored: dict[str, Any]) -> str:
-    """The fingerprint that features with this stored description lie under: how units are cut is no part of it."""
-    return fingerprint({name: value for name, value in stored.items() if name != "shard_bytes"})
-
-
-def with_dtype(stored: dict[str, Any], dtype: str | None) -> dict[str, Any]:
-    """The stored description of the same features in another dtype, in units that are cut at the same samples."""
-    if dtype is None:
-        return stored
-    if dtype not in DTYPES:
-        raise ConfigError(f"dtype: {dtype!r} is none of {', '.join(DTYPES)}")
-    before, after = (CaptureSpec(tuple(stored["boundaries"]), 1, name).row_bytes for name in (stored["dtype"], dtype))
-    return stored | {"dtype": dtype, "shard_bytes": stored["shard_bytes"] * after // before}
-
-
 def engine_args(config: Config, purpose: str) -> dict[str, Any]:
     """The ServerArgs that the settings add for an engine that shall "capture" or "serve". Later ones win: hardware's,
     the target's, engine.args."""

@@ -1,6 +1,7 @@
 """A look at a store, and work on it alone: list, verify, tidy up, copy, export, transcode."""
 
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import MISSING, fields
@@ -8,9 +9,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
-from eagle3_ray.capture import features_fingerprint, with_dtype
-from eagle3_ray.config import LAYOUTS, ConfigError, StoreCommand
-from eagle3_ray.store.commits import Units
+from eagle3_ray.config import DTYPES, LAYOUTS, ConfigError, StoreCommand
 from eagle3_ray.store.filesystem import Filesystem, StoreError
 from eagle3_ray.store.overview import Folder, details, find, readable, table
 from ray_jobs import command
@@ -77,18 +76,19 @@ def export(job: StoreCommand, files: Filesystem) -> None:
 
 
 def transcode(job: StoreCommand, files: Filesystem) -> None:
-    from eagle3_ray.store.transcode import transcode
+    from eagle3_ray.store.transcode import destination, transcode
 
-    source = _features(job, files)
-    description = with_dtype(source.units.description(), job.dtype)
-    name = features_fingerprint(description)
-    if name == source.fingerprint and job.to is None:
-        raise ConfigError(f"dtype: {job.dtype!r} makes the same features; name another store's root by to")
-    target = Units(_other_root(job, files) if job.to else files, "features", name)
-    target.describe(description)
-    done = transcode(source.units, target, job.dtype, job.compression)
-    print(f"transcode: {done}")
-    print(f"transcode: capture.dtype={description['dtype']} store.shard_bytes={description['shard_bytes']} finds them")
+    source = _features(job, files).units
+    dtype = job.dtype or source.description()["dtype"]
+    if dtype not in DTYPES:
+        raise ConfigError(f"dtype: {dtype!r} is none of {', '.join(DTYPES)}")
+    root = _other_root(job, files) if job.to else files
+    if dtype == source.description()["dtype"] and root is files:
+        raise ConfigError(f"to: features in {dtype} stay in their folder; name another store's root")
+    target = destination(source, root, dtype)
+    with tempfile.TemporaryDirectory(prefix="eagle3-transcode-") as cache:
+        done = transcode(source, target, job.compression, cache)
+    print(f"transcode: {done} units, now in {root.url(target.folder)}")
 
 
 # Each action, and the settings that it takes beside action, store and fingerprint

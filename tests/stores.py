@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from eagle3_ray.capture import features_fingerprint, fingerprint
+from eagle3_ray.capture import fingerprint
 from eagle3_ray.store.commits import Units
 from eagle3_ray.store.filesystem import Filesystem
 from eagle3_ray.store.shards import Features, Response, target_rows, write_features, write_responses
@@ -33,12 +33,12 @@ def fill(
         "responses": fingerprint(description),
         "engine": "sglang",
         "engine_version": "0.5.23",
+        "engine_dtype": "bfloat16",
         "boundaries": [2, 4, 6],
         "dtype": "bfloat16",
-        "shard_bytes": 2**29,
     }
-    features = Units(files, "features", features_fingerprint(about))
-    features.describe(about)
+    features = Units(files, "features", fingerprint(about))
+    features.describe(about | {"shard_bytes": 2**29})
     features.record("engine", {"attention": "triton"})
     for number in range(units):
         made = [sample(f"{number}-{i}", 4 + number + 2 * i, norm) for i in range(samples)]

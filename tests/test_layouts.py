@@ -18,11 +18,11 @@ from torch.nn.functional import rms_norm
 
 from eagle3_ray.capture import describe_target
 from eagle3_ray.config import ConfigError, TargetConfig
-from eagle3_ray.layouts import export_features
+from eagle3_ray.layouts import SpecForge, export_features
 from eagle3_ray.store.commits import Units
 from eagle3_ray.store.filesystem import Filesystem
 from eagle3_ray.store.overview import Folder, find
-from eagle3_ray.store.shards import Features, ShardReader
+from eagle3_ray.store.shards import Features, ShardReader, target_rows
 
 NORM = torch.linspace(0.5, 3.0, HIDDEN)
 
@@ -84,6 +84,15 @@ def test_specforge_gets_a_file_of_tensors_a_sample(features: Units, folder: Fold
         read = rows_read(data["loss_mask"], before=1)
         assert read == set(sample.last_rows.tolist()) and data["hidden_state"][0, sorted(read)].any(-1).all()
         assert path.stat().st_size < 4096 + 100 * tokens  # no whole shard behind a slice
+
+
+def test_an_answer_may_begin_with_the_first_token_and_a_slice_is_saved_alone(tmp_path: Path) -> None:
+    mask, states = torch.ones(4, dtype=torch.bool), torch.randn(1000, 3 * HIDDEN).bfloat16()
+    rows = target_rows(mask)  # 0, 1, 2
+    SpecForge(tmp_path)(Features("a", torch.arange(4), mask, states[5:9], states[:3, :HIDDEN], rows), 2000)
+    path = tmp_path / "rows_2000-4000" / "data_2000.ckpt"
+    assert torch.load(path, weights_only=True)["loss_mask"].tolist() == [1, 1, 0, 0]
+    assert path.stat().st_size < 5000
 
 
 def test_speculators_gets_states_a_data_set_and_counts(

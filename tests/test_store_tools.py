@@ -20,7 +20,7 @@ from conftest import ROOT
 from safetensors.torch import save_file
 from stores import HIDDEN, TARGET, fill
 
-from eagle3_ray.capture import describe_target, features_fingerprint, fingerprint, with_dtype
+from eagle3_ray.capture import describe_target
 from eagle3_ray.config import ConfigError, TargetConfig
 from eagle3_ray.store.commits import Units
 from eagle3_ray.store.copying import copy, with_responses
@@ -162,8 +162,7 @@ def test_each_damage_is_found_and_what_to_delete_is_named(files: Filesystem, tmp
 def test_a_store_that_fails_is_no_fault_of_its_units(
     files: Filesystem, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fill(files, tmp_path)
-    folders = find(files)
+    folders = find(files, fill(files, tmp_path)[1].folder)
 
     def fail(*args: object) -> bytes:
         raise StoreError("the network is down")
@@ -213,6 +212,13 @@ def test_garbage_is_what_nothing_names_and_is_kept_while_it_is_young(files: File
     assert not any(garbage(files, now).values())
     assert sound < set(files.list("")) and verify(find(files)) == []
     assert files.exists("prompts/whole/units/000000.jsonl") and files.exists("drafters/abc/state/1.safetensors")
+
+
+def test_prompts_that_are_being_made_are_kept_whole(files: Filesystem) -> None:
+    files.write("prompts/half/units/000000.jsonl", b"")
+    files.write("prompts/half/units/000001.jsonl", b"")
+    os.utime(files.url("prompts/half/units/000000.jsonl"), (1, 1))  # one unit is old, the next is of this moment
+    assert not any(garbage(files, time.time() - 60).values())
 
 
 @pytest.mark.parametrize("when", ["after the first listing", "before the removal"])
@@ -383,19 +389,6 @@ def test_parallel_work_is_bounded_and_ends_with_its_error() -> None:
 
 
 # The command
-
-
-def test_another_dtype_is_found_by_its_description(files: Filesystem, tmp_path: Path) -> None:
-    _, features = fill(files, tmp_path)
-    stored = features.description()
-    wide = with_dtype(stored, "float32")
-    assert features_fingerprint(stored) == features.folder.rpartition("/")[2] != features_fingerprint(wide)
-    without = {name: value for name, value in stored.items() if name != "shard_bytes"}
-    assert features_fingerprint(wide) == fingerprint(without | {"dtype": "float32"})  # what a run with it looks for
-    assert wide["shard_bytes"] == 2 * stored["shard_bytes"]  # so that a unit has the same samples
-    assert with_dtype(stored, None) == with_dtype(stored, "bfloat16") == stored
-    with pytest.raises(ConfigError, match="dtype: 'int3'"):
-        with_dtype(stored, "int3")
 
 
 def run(*overrides: str, root: Path) -> subprocess.CompletedProcess[str]:
