@@ -12,6 +12,7 @@ DTYPES = ("float32", "bfloat16")
 STORED_DTYPES = (*DTYPES, "float8_e4m3")
 COMPRESSIONS = ("none", "zstd")
 ENGINES = ("sglang", "transformers")
+LAYOUTS = ("specforge", "speculators")
 
 
 class ConfigError(ValueError):
@@ -201,3 +202,20 @@ class Config:
     train: TrainConfig
     evaluate: EvaluateConfig
     cluster: ClusterConfig
+
+
+@dataclass
+class StoreCommand:
+    """One action of ray_jobs.store, on a store alone: neither target nor corpus nor Ray is needed."""
+
+    store: StoreConfig
+    action: str  # ls | stat | verify | gc | copy | export | transcode
+    fingerprint: str | None = None  # features/<fingerprint>, or the beginning of one; None: all
+    delete: bool = False  # gc: remove what it found
+    older_than_hours: float = 24.0  # gc: what is younger may be in use, e.g. a shard on its way to its commit
+    to: str | None = None  # copy, transcode: another store's root; export: a local folder
+    to_storage_options: dict[str, Any] = field(default_factory=dict)  # as store.storage_options
+    layout: str | None = None  # export: specforge | speculators
+    target_path: str | None = None  # export to speculators: the target, for the weight of its final norm
+    dtype: str | None = None  # transcode: of the states; None keeps it
+    compression: str = "none"  # transcode

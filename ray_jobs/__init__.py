@@ -1,7 +1,8 @@
 """One thin Hydra entry point a stage: `python -m ray_jobs.STAGE [override …]`.
 
-`stage` composes conf/, checks it against eagle3_ray.config, and runs one function. The exit code is 2 for a
-configuration that cannot work, before any engine starts, and 1 for a failure after that.
+`stage` composes conf/, checks it against eagle3_ray.config, and runs one function on the opened run; `command` only
+composes. The exit code is 2 for a configuration that cannot work, before any engine starts, and 1 for a failure after
+that.
 """
 
 from __future__ import annotations
@@ -16,25 +17,31 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from eagle3_ray.config import Config, ConfigError
+from eagle3_ray.config import Config, ConfigError, StoreCommand
 from eagle3_ray.run import Run, open_run
 from eagle3_ray.secrets import clean
 
 ROOT = Path(__file__).resolve().parent.parent
 ConfigStore.instance().store(name="schema", node=Config)  # conf/config.yaml builds on it
+ConfigStore.instance().store(name="store_schema", node=StoreCommand)  # and conf/store_command.yaml on this
 OmegaConf.register_new_resolver("repo", lambda path: str(ROOT / path), replace=True)
 
 
 def stage(function: Callable[[Run], Any]) -> None:
     """Run `function` on the checked configuration of this command line."""
+    command("config", lambda composed: function(open_run(typed(composed))))
+
+
+def command(config: str, function: Callable[[DictConfig], Any]) -> None:
+    """Compose conf/<config>.yaml with this command line, and run `function` on it."""
     composed_well = False
 
-    @hydra.main(version_base="1.3", config_path=str(ROOT / "conf"), config_name="config")
+    @hydra.main(version_base="1.3", config_path=str(ROOT / "conf"), config_name=config)
     def main(composed: DictConfig) -> None:
         nonlocal composed_well
         composed_well = True
         try:
-            function(open_run(typed(composed)))
+            function(composed)
         except (ConfigError, OmegaConfBaseException) as error:
             print(f"error: {clean(str(error), {})}", file=sys.stderr, flush=True)
             sys.exit(2)

@@ -43,6 +43,11 @@ def load_head(target: TargetConfig) -> Tensor:
     return _read(target, folder, "embed_tokens.weight" if _tied(folder) else "lm_head.weight")
 
 
+def load_norm(target: TargetConfig) -> Tensor:
+    """The final norm's weight alone, [H] in its own dtype."""
+    return _read(target, target_folder(target), "norm.weight")
+
+
 def _tied(folder: Path) -> bool:
     config = target_config(folder)
     return bool(config.get("tie_word_embeddings", text_config(config).get("tie_word_embeddings", False)))

@@ -13,9 +13,12 @@ import errno
 import os
 import shutil
 import stat
+import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
@@ -33,6 +36,15 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 class StoreError(RuntimeError):
     """The store cannot do what was asked. The message names the setting and the value seen, never a secret."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """An object in a listing."""
+
+    key: str
+    size: int  # bytes
+    modified: float  # seconds since 1970, by the storage's clock
 
 
 class Filesystem:
@@ -136,10 +148,23 @@ class Filesystem:
                 names = [f"{folder}/{name}" for folder, _, files in _walk(self.url(below)) for name in files]
                 start = len(self.root) + 1
             else:
-                names = self._s3.list(self.url(below).rstrip("/"))
+                names = list(self._s3.find(self.url(below).rstrip("/")))
                 start = len(self.root.partition("://")[2]) + 1
         keys = (name[start:] for name in names)  # among them, on S3, perhaps the folder itself
         return sorted(k for k in keys if k.startswith(below) and k != below and not k.endswith(("/", TEMPORARY)))
+
+    def entries(self, prefix: str) -> Sequence[Entry]:
+        """As `list`, with sizes and times, and with the temporary files of writers that live or were killed."""
+        below = f"{prefix.strip('/')}/".lstrip("/")
+        with self._errors("list", below):
+            if self.local:
+                found = _local_entries(self.url(below), len(self.root) + 1)
+            else:
+                start = len(self.root.partition("://")[2]) + 1
+                listed = self._s3.find(self.url(below).rstrip("/"))
+                found = [Entry(name[start:], info["size"], _modified(info)) for name, info in listed.items()]
+        kept = (e for e in found if e.key.startswith(below) and e.key != below and not e.key.endswith("/"))
+        return sorted(kept, key=lambda entry: entry.key)
 
     def exists(self, key: str) -> bool:
         with suppress(FileNotFoundError, NotADirectoryError):
@@ -244,3 +269,20 @@ def _walk(folder: str) -> Iterator[tuple[str, list[str], list[str]]]:
 
     folder = folder.rstrip("/")
     return os.walk(folder, onerror=fail) if os.path.isdir(folder) else iter(())
+
+
+def _local_entries(folder: str, start: int) -> list[Entry]:
+    found = []
+    for parent, _, names in _walk(folder):
+        for name in names:
+            path = f"{parent}/{name}"
+            with suppress(FileNotFoundError):  # renamed or removed meanwhile
+                info = os.stat(path)
+                found.append(Entry(path[start:], info.st_size, info.st_mtime))
+    return found
+
+
+def _modified(info: dict[str, Any]) -> float:
+    """When an object was written, as S3 tells it; of a folder's marker it does not: now."""
+    told = info.get("LastModified")
+    return told.timestamp() if isinstance(told, datetime) else time.time()

@@ -152,9 +152,9 @@ class S3:
     def size(self, url: str) -> int:
         return self._call("head_object", url)["ContentLength"]
 
-    def list(self, url: str) -> list[str]:
-        """The names below, at any depth, from the bucket's on."""
-        return self._tried(lambda: self.fs.find(url))
+    def find(self, url: str) -> dict[str, dict[str, Any]]:
+        """What lies below, at any depth, by its name from the bucket's on."""
+        return self._tried(lambda: self.fs.find(url, detail=True))
 
     def delete(self, url: str) -> None:
         self._call("delete_object", url)

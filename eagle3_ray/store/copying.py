@@ -1,0 +1,95 @@
+"""A store's units in another store, unit by unit: a shard first, its commit when the shard is whole there.
+
+So a copy can be stopped at any moment, and what it left behind is a sound store with fewer units. Running it again
+sends what is missing. Both stores may be local or remote; of a remote source a few shards lie on this machine.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from eagle3_ray.progress import Progress
+from eagle3_ray.store.cache import Cache
+from eagle3_ray.store.commits import Commit, Units
+from eagle3_ray.store.filesystem import Filesystem, StoreError
+from eagle3_ray.store.overview import Folder, readable
+from eagle3_ray.store.parallel import in_parallel
+
+WORKERS = 4  # shards at a time
+
+
+def with_responses(chosen: list[Folder], everything: list[Folder]) -> list[Folder]:
+    """`chosen`, and the responses that its features were taken from: training counts its vocabulary on them."""
+    names = {folder.name for folder in chosen}
+    names |= {f"responses/{folder.units.description().get('responses')}" for folder in chosen}
+    return [folder for folder in everything if folder.name in names]
+
+
+def copy(folders: list[Folder], target: Filesystem) -> dict[str, int]:
+    """Bring all committed units of `folders` to `target`; returns how many were sent, in units and bytes."""
+    sent = bytes_sent = 0
+    progress = Progress("copy", sum(len(folder.committed) for folder in folders), "units")
+    with tempfile.TemporaryDirectory(prefix="eagle3-copy-") as cache:
+        for folder in folders:
+            source = folder.units
+            there = Units(target, *folder.name.split("/"))
+            for name in ("description", "engine"):
+                if value := _read_json(source.files, f"{folder.name}/{name}.json"):
+                    there.record(name, value)
+
+            def bring(unit: str, source: Units = source) -> int:
+                return _bring(source, target, unit, Path(cache))
+
+            for size in in_parallel(bring, folder.committed, WORKERS):
+                sent, bytes_sent = sent + (size > 0), bytes_sent + size
+                progress.add(1, f"{readable(bytes_sent)} sent")
+            if (summary := _read(source.files, f"{folder.name}/summary.json")) is not None:
+                target.write(f"{folder.name}/summary.json", summary)
+    return {"units_sent": sent, "bytes_sent": bytes_sent}
+
+
+def _bring(source: Units, target: Filesystem, unit: str, cache: Path) -> int:
+    """Copy one unit; returns the bytes of its shard, or 0 where the shard was there."""
+    key = f"{source.folder}/commits/{unit}.json"
+    data = source.files.read(key)
+    commit = Commit(**json.loads(data))
+    _check_same(target, key, data, _read(target, key))
+    sent = 0
+    if _size(target, commit.shard) != commit.size:
+        path = source.fetch(commit, Cache(cache))  # size and checksum are compared
+        target.upload(path, commit.shard)
+        if not source.files.local:
+            path.unlink()
+        sent = commit.size
+        if _size(target, commit.shard) != commit.size:
+            raise StoreError(f"{target.url(commit.shard)} is not whole after its upload")
+    if not target.create(key, data):
+        _check_same(target, key, data, target.read(key))
+    return sent
+
+
+def _check_same(target: Filesystem, key: str, data: bytes, found: bytes | None) -> None:
+    if found is not None and found != data:
+        raise StoreError(f"{target.url(key)} is another commit of the same unit; two captures are not mixed")
+
+
+def _read(files: Filesystem, key: str) -> bytes | None:
+    try:
+        return files.read(key)
+    except FileNotFoundError:
+        return None
+
+
+def _read_json(files: Filesystem, key: str) -> dict[str, Any] | None:
+    data = _read(files, key)
+    return None if data is None else json.loads(data)
+
+
+def _size(files: Filesystem, key: str) -> int | None:
+    try:
+        return files.size(key)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
