@@ -30,8 +30,8 @@ class Proxy:
     def fail(self, kind: int | str | Callable[[], None], match: str = "", times: int = 1, skip: int = 0) -> None:
         """Do it to `times` of the requests whose 'METHOD /path?query' holds `match`, after `skip` of them.
 
-        kind: a status to answer with, or reset | deaf (never reads) | half-request | lost (served, but not answered) |
-        half-answer | stall (half an answer, then silence) | flip-request | flip-answer, or a function called before.
+        kind: a status to answer with, or reset | deaf (never reads) | half-request | lost (served, not answered) |
+        half-answer | stall (half an answer, then silence) | flip-request | flip-answer, or a function called first.
         """
         self.faults.append({"kind": kind, "match": match, "times": times, "skip": skip})
 
@@ -61,7 +61,6 @@ def faulty(target: str) -> Iterator[Proxy]:
     finally:
         proxy.over.set()
         server.shutdown()
-        server.server_close()
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -89,19 +88,17 @@ class _Handler(BaseHTTPRequestHandler):
             return self._close()
         if kind == "flip-answer":
             answer[len(answer) // 2] ^= 1
-        self._answer(status, headers, answer[: len(answer) // 2] if kind in ("half-answer", "stall") else answer)
-        if kind in ("half-answer", "stall"):
-            self._close(wait=kind == "stall")
+        if kind not in ("half-answer", "stall"):
+            return self._answer(status, headers, answer)
+        self._answer(status, headers, answer[: len(answer) // 2])
+        self._close(wait=kind == "stall")
 
     do_GET = do_PUT = do_POST = do_HEAD = do_DELETE = serve
 
     def _forward(self, body: bytes, half: bool) -> tuple[int, dict[str, str], bytearray]:
         connection = http.client.HTTPConnection(urlsplit(self.proxy.target).netloc, timeout=60)
-        connection.putrequest(self.command, self.path, skip_host=True, skip_accept_encoding=True)
-        for name, value in self.headers.items():
-            if name.lower() not in HOP:
-                connection.putheader(name, value)
-        connection.endheaders(body[: len(body) // 2] if half else body)
+        headers = {name: value for name, value in self.headers.items() if name.lower() not in HOP}
+        connection.request(self.command, self.path, body[: len(body) // 2] if half else body, headers)
         if half:
             connection.close()
         response = connection.getresponse()
