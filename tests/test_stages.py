@@ -46,3 +46,16 @@ def test_stages_run_alone_and_in_order(tiny_llama_folder: Path, tmp_path: Path) 
     no_summary = command("report", *settings, home=home)
     assert no_summary.returncode == 2
     assert "run ray_jobs.pipeline first" in no_summary.stderr
+
+
+@pytest.mark.full
+def test_an_elastic_pool_makes_do_with_the_room_there_is(tiny_llama_folder: Path, tmp_path: Path) -> None:
+    """Three actors may be, two fit."""
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps({"prompt": f"Say {i}"}) + "\n" for i in range(12)))
+    settings = ["engine=transformers", f"target.path={tiny_llama_folder}", f"prompts.source={tmp_path}/p.jsonl"]
+    settings += ["prompts.unit_size=2", "sampling.max_new_tokens=8", "cluster.num_cpus=2", "hardware.num_actors=3"]
+    extracted = command("extract", *settings, "hardware.min_actors=1", home=tmp_path / "home")
+    assert extracted.returncode == 0, extracted.stderr[-3000:]
+    (summary,) = (json.loads(path.read_text()) for path in (tmp_path / "home").glob("features/*/summary.json"))
+    assert (summary["samples"], summary["failed"]) == (12, 0)
+    assert 1 <= summary["engine_starts"] <= 2

@@ -32,6 +32,9 @@ from eagle3_ray.extract import extract, extracted
 from eagle3_ray.prepare import prepare
 from eagle3_ray.run import open_run
 from eagle3_ray.store.cache import Cache
+from eagle3_ray.store.filesystem import Filesystem
+from eagle3_ray.store.garbage import ORPHANS, garbage, remove
+from eagle3_ray.store.overview import find
 from eagle3_ray.store.shards import Features
 
 WAIT_S = 600.0
@@ -136,8 +139,8 @@ def run_to_the_end(chaos: Chaos, command: list[str], environment: dict[str, str]
     raise AssertionError(f"it does not end:\n{log.read_text(errors='replace')[-3000:]}")
 
 
-def features(overrides: list[str], cache: Path) -> tuple[dict[str, Features], list[str]]:
-    """Each sample's features, checked against its commit, and the shards that no commit names."""
+def features(overrides: list[str], cache: Path) -> dict[str, Features]:
+    """Each sample's features, checked against its commit."""
     run = open_run(compose(*overrides))
     corpus = prepare(run, run.config.prompts)
     units, commits = extracted(run, corpus)
@@ -148,10 +151,20 @@ def features(overrides: list[str], cache: Path) -> tuple[dict[str, Features], li
             sample = reader.features(number)
             assert sample.id not in found, "a sample is there twice"
             found[sample.id] = sample
-    shards = set(run.files.list(f"{units.folder}/shards"))
-    named = {commit.shard for commit in commits}
-    assert named <= shards
-    return found, sorted(shards - named)
+    return found
+
+
+def swept(files: Filesystem) -> list[str]:
+    """Find the shards that no commit names, and remove them with what else the kills left; nothing else goes."""
+    before = time.time() + 60
+    found = garbage(files, before)
+    shards = {key for key in files.list("") if "/shards/" in key}
+    named = {commit.shard for folder in find(files) for commit in folder.commits()}
+    orphans = [entry.key for entry in found[ORPHANS]]
+    assert named <= shards and sorted(orphans) == sorted(shards - named)
+    remove(files, [entry for entries in found.values() for entry in entries], before)
+    assert {key for key in files.list("") if "/shards/" in key} == named
+    return orphans
 
 
 def survive(
@@ -180,11 +193,13 @@ def survive(
         assert len(chaos.log) == len(plan), chaos.log
         assert runs > 1
     direct = [*settings, *store, f"+store.storage_options.endpoint_url={server.endpoint}"]
-    found, orphans = features(direct, tmp_path)
+    files = open_run(compose(*direct)).files
+    orphans = swept(files)
+    found = features(direct, tmp_path)
     assert sorted(found) == sorted(f"p{i}" for i in range(samples))
     print(f"{runs} runs, {Counter(victim for _, victim in plan)}, {len(orphans)} orphans")
 
-    files = open_run(compose(*direct)).files  # an undisturbed run, given the same responses
+    # An undisturbed run, given the same responses
     for key in [key for kind in ("prompts", "responses") for key in files.list(kind)]:
         files.download(key, tmp_path / "quiet" / key)
     quiet = [*settings, f"store.root={tmp_path}/quiet"]
@@ -194,7 +209,7 @@ def survive(
         extract(run, prepare(run, run.config.prompts))
     finally:
         ray.shutdown()
-    wanted, _ = features(quiet, tmp_path)
+    wanted = features(quiet, tmp_path)
     assert found.keys() == wanted.keys()
     for name, sample in found.items():
         assert torch.equal(sample.input_ids, wanted[name].input_ids)
