@@ -38,6 +38,7 @@ from eagle3_ray.store.commits import Units
 from eagle3_ray.store.overview import Folder
 from eagle3_ray.store.parallel import in_parallel
 from eagle3_ray.store.shards import Features, ShardReader
+from eagle3_ray.store.verify import whole_shard
 
 OURS = ".eagle3_ray"  # in the exported folder: what it was made of, and a small file for each finished unit
 GROUP = 2000  # files a folder, as SpecForge groups them
@@ -181,22 +182,20 @@ def _write_unit(
     units: Units, unit: str, first: int, write: Callable[[Features, int], Tensor], cache: Path
 ) -> list[dict[str, Any]]:
     """Write the unit's samples, numbered from `first` on; returns their rows of the data set."""
-    shard = units.fetch(units.read_commit(unit), cache)
-    reader = ShardReader(shard, units.folder.rpartition("/")[2])
     rows = []
-    for i in range(len(reader)):
-        sample = reader.features(i)
-        mask = write(sample, first + i)  # [T]
-        rows.append(
-            {
-                "input_ids": sample.input_ids.tolist(),
-                "loss_mask": mask.tolist(),
-                "seq_len": len(sample.input_ids),
-                "answer_ids": sample.input_ids[sample.loss_mask].tolist(),
-            }
-        )
-    if not units.files.local:
-        shard.unlink()
+    with whole_shard(units, units.read_commit(unit), cache) as path:
+        reader = ShardReader(path, units.folder.rpartition("/")[2])
+        for i in range(len(reader)):
+            sample = reader.features(i)
+            mask = write(sample, first + i)  # [T]
+            rows.append(
+                {
+                    "input_ids": sample.input_ids.tolist(),
+                    "loss_mask": mask.tolist(),
+                    "seq_len": len(sample.input_ids),
+                    "answer_ids": sample.input_ids[sample.loss_mask].tolist(),
+                }
+            )
     return rows
 
 
