@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from store_s3 import transfers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from eagle3_ray.config import TrainConfig
@@ -191,6 +192,7 @@ def bytes_per_token(folder: Path, features: list[Features]) -> dict[str, int]:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--mib", type=int, default=512, help="of a shard")
+    parser.add_argument("--s3-mib", type=int, default=256, help="of the file that goes to S3 and back")
     parser.add_argument("--repeats", type=int, default=5)
     args = parser.parse_args()
     real = smollm2_states()
@@ -202,8 +204,8 @@ def main() -> None:
             **writing(folder, features, args.repeats),
             **reading(folder, features, args.repeats),
             "bytes_per_token": bytes_per_token(folder, real),
-            # The keys of S3 (s3_put_vs_boto3, s3_get_vs_boto3, put_scaling) come here, from functions of their own.
         }
+    result |= transfers(args.s3_mib, args.repeats)
     print(json.dumps(result))
 
 

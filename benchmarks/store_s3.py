@@ -1,14 +1,12 @@
-"""The store's transfers on S3 against boto3's, and against more of themselves: `python benchmarks/store_s3.py`.
+"""The store's transfers on S3 against boto3's, and against more of themselves: a part of `benchmarks/store.py`.
 
 A real server, SeaweedFS on loopback, takes and gives one file. Each side moves it in parts of one size, as many at a
 time, in turns; both sign and both send checksums. Server and client share the machine, so on few cores the numbers say
-what a byte costs them together. The last line is one JSON object of ratios: above 1, ours is the faster.
+what a byte costs them together. A ratio above 1: ours is the faster.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import multiprocessing
 import os
 import statistics
@@ -129,21 +127,14 @@ def _compare(
     return {f"s3_{name}_vs_boto3": round(statistics.median(times["boto3"]) / statistics.median(times["ours"]), 2)}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--mib", type=int, default=256)
-    parser.add_argument("--repeats", type=int, default=5)
-    arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder, serve(Path(folder, "server")) as server:
+def transfers(mib: int, repeats: int) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory(prefix="eagle3-ray-") as folder, serve(Path(folder, "server")) as server:
         file = Path(folder, "shard")
         with file.open("wb") as out:
-            for _ in range(arguments.mib):
+            for _ in range(mib):
                 out.write(os.urandom(2**20))
-        result = s3_put_vs_boto3(server, file, arguments.repeats)
-        result |= s3_get_vs_boto3(server, file, arguments.repeats)
-        result |= put_scaling(server, file, max(3, arguments.repeats // 2))
-    print(json.dumps(result))
-
-
-if __name__ == "__main__":
-    main()
+        return {
+            **s3_put_vs_boto3(server, file, repeats),
+            **s3_get_vs_boto3(server, file, repeats),
+            **put_scaling(server, file, max(3, repeats // 2)),
+        }

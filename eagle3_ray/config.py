@@ -217,5 +217,4 @@ class StoreCommand:
     to_storage_options: dict[str, Any] = field(default_factory=dict)  # as store.storage_options
     layout: str | None = None  # export: specforge | speculators
     target_path: str | None = None  # export to speculators: the target, for the weight of its final norm
-    dtype: str | None = None  # transcode: of the states; None keeps it
-    compression: str = "none"  # transcode
+    dtype: str | None = None  # transcode: of the states; None keeps it; store.compression says how they are kept

@@ -34,11 +34,11 @@ from eagle3_ray.capture import describe_target, target_folder
 from eagle3_ray.config import ConfigError, TargetConfig
 from eagle3_ray.drafter.target import load_norm
 from eagle3_ray.progress import Progress
-from eagle3_ray.store.cache import Cache
 from eagle3_ray.store.commits import Units
 from eagle3_ray.store.overview import Folder
 from eagle3_ray.store.parallel import in_parallel
-from eagle3_ray.store.shards import Features
+from eagle3_ray.store.shards import Features, ShardReader
+from eagle3_ray.store.verify import whole_shard
 
 OURS = ".eagle3_ray"  # in the exported folder: what it was made of, and a small file for each finished unit
 GROUP = 2000  # files a folder, as SpecForge groups them
@@ -182,22 +182,20 @@ def _write_unit(
     units: Units, unit: str, first: int, write: Callable[[Features, int], Tensor], cache: Path
 ) -> list[dict[str, Any]]:
     """Write the unit's samples, numbered from `first` on; returns their rows of the data set."""
-    commit = units.read_commit(unit)
-    reader = units.open(commit, Cache(cache))
     rows = []
-    for i in range(len(reader)):
-        sample = reader.features(i)
-        mask = write(sample, first + i)  # [T]
-        rows.append(
-            {
-                "input_ids": sample.input_ids.tolist(),
-                "loss_mask": mask.tolist(),
-                "seq_len": len(sample.input_ids),
-                "answer_ids": sample.input_ids[sample.loss_mask].tolist(),
-            }
-        )
-    if not units.files.local:
-        (cache / commit.shard).unlink()
+    with whole_shard(units, units.read_commit(unit), cache) as path:
+        reader = ShardReader(path, units.folder.rpartition("/")[2])
+        for i in range(len(reader)):
+            sample = reader.features(i)
+            mask = write(sample, first + i)  # [T]
+            rows.append(
+                {
+                    "input_ids": sample.input_ids.tolist(),
+                    "loss_mask": mask.tolist(),
+                    "seq_len": len(sample.input_ids),
+                    "answer_ids": sample.input_ids[sample.loss_mask].tolist(),
+                }
+            )
     return rows
 
 

@@ -86,7 +86,7 @@ def transcode(job: StoreCommand, files: Filesystem) -> None:
     if dtype == source.description()["dtype"] and root is files:
         raise ConfigError(f"to: features in {dtype} stay in their folder; name another store's root")
     target = destination(source, root, dtype)
-    done = transcode(source, target, job.compression, node_cache(job.store), scratch(job.store))
+    done = transcode(source, target, job.store.compression, node_cache(job.store), scratch(job.store))
     print(f"transcode: {done} units, now in {root.url(target.folder)}")
 
 
@@ -98,7 +98,7 @@ ACTIONS: dict[str, tuple[Callable[[StoreCommand, Filesystem], None], tuple[str, 
     "gc": (gc, ("delete", "older_than_hours")),
     "copy": (copy, ("to", "to_storage_options")),
     "export": (export, ("to", "layout", "target_path")),
-    "transcode": (transcode, ("to", "to_storage_options", "dtype", "compression")),
+    "transcode": (transcode, ("to", "to_storage_options", "dtype")),
 }
 
 

@@ -19,11 +19,11 @@ from torch.nn.functional import rms_norm
 from eagle3_ray.capture import describe_target
 from eagle3_ray.config import ConfigError, TargetConfig
 from eagle3_ray.layouts import SpecForge, export_features
-from eagle3_ray.store.cache import Cache
-from eagle3_ray.store.commits import Units
+from eagle3_ray.store.commits import Commit, Units
 from eagle3_ray.store.filesystem import Filesystem
 from eagle3_ray.store.overview import Folder, find
-from eagle3_ray.store.shards import Features, target_rows
+from eagle3_ray.store.shards import Features, ShardReader, target_rows
+from eagle3_ray.store.verify import whole_shard
 
 NORM = torch.linspace(0.5, 3.0, HIDDEN)
 
@@ -54,7 +54,7 @@ def samples_of(features: Units) -> list[Features]:
     """In the order of the commits."""
     found = []
     for commit in features.commits():
-        reader = features.open(commit, Cache(Path("/nonexistent")))
+        reader = ShardReader(features.files.url(commit.shard), features.folder.rpartition("/")[2])
         found += [reader.features(i) for i in range(len(reader))]
     return found
 
@@ -132,18 +132,22 @@ def test_an_export_goes_on_where_it_stopped(
 ) -> None:
     whole, out = tmp_path / "whole", tmp_path / "out"
     export_features(folder, whole, layout, str(target))
-    read = Units.fetch
 
-    def stop(self: Units, commit: Any, cache: Any) -> Path:
+    def stop(units: Units, commit: Commit, cache: Path) -> Any:
         if commit.unit == "000001-0000":
             raise KeyboardInterrupt
-        return read(self, commit, cache)
+        return whole_shard(units, commit, cache)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(Units, "fetch", stop)
+        patch.setattr("eagle3_ray.layouts.whole_shard", stop)
         export_features(folder, out, layout, str(target))
     fetched: list[str] = []
-    monkeypatch.setattr(Units, "fetch", lambda *args: fetched.append(args[1].unit) or read(*args))
+
+    def count(units: Units, commit: Commit, cache: Path) -> Any:
+        fetched.append(commit.unit)
+        return whole_shard(units, commit, cache)
+
+    monkeypatch.setattr("eagle3_ray.layouts.whole_shard", count)
     export_features(folder, out, layout, str(target))
     assert fetched == ["000001-0000"]
     made = [path for path in out.rglob("*") if path.suffix in (".ckpt", ".safetensors")]

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from eagle3_ray.progress import Progress
-from eagle3_ray.store.cache import Cache
 from eagle3_ray.store.commits import Commit, Units
 from eagle3_ray.store.filesystem import Filesystem, StoreError
 from eagle3_ray.store.overview import Folder, readable
 from eagle3_ray.store.parallel import in_parallel
+from eagle3_ray.store.verify import whole_shard
 
 WORKERS = 4  # shards at a time
 
@@ -59,10 +59,8 @@ def _bring(source: Units, target: Filesystem, unit: str, cache: Path) -> int:
     _check_same(target, key, data, _read(target, key))
     sent = 0
     if _size(target, commit.shard) != commit.size:
-        path = source.fetch(commit, Cache(cache))  # size and checksum are compared
-        target.upload(path, commit.shard)
-        if not source.files.local:
-            path.unlink()
+        with whole_shard(source, commit, cache) as path:
+            target.upload(path, commit.shard)
         sent = commit.size
         if _size(target, commit.shard) != commit.size:
             raise StoreError(f"{target.url(commit.shard)} is not whole after its upload")

@@ -10,6 +10,7 @@ import hashlib
 import json
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -72,28 +73,43 @@ def _fault(units: Units, unit: str, cache: Path) -> str | None:
         return f"its commit cannot be read: {error}"
     if commit.unit != unit:
         return f"its commit is of unit {commit.unit!r}"
+    try:
+        with whole_shard(units, commit, cache) as path:
+            return _samples_fault(path, commit, units)
+    except DamagedShard as error:
+        return str(error)
+
+
+class DamagedShard(StoreError):
+    """A shard whose bytes are not those that were committed."""
+
+
+@contextmanager
+def whole_shard(units: Units, commit: Commit, cache: Path) -> Iterator[Path]:
+    """The unit's shard as a local file, every byte compared with its commit: itself, or a copy removed at the end."""
     files = units.files
     path = Path(files.url(commit.shard)) if files.local else cache / commit.shard
     try:
-        if not files.local:
-            files.download(commit.shard, path)
-        return _bytes_fault(path, commit) or _samples_fault(path, commit, units)
-    except FileNotFoundError:
-        return f"its shard {files.url(commit.shard)} is missing"
+        try:
+            if not files.local:
+                files.download(commit.shard, path)
+            _check_bytes(path, commit)
+        except FileNotFoundError:
+            raise DamagedShard(f"shard {commit.shard} is missing") from None
+        yield path
     finally:
         if not files.local:
             path.unlink(missing_ok=True)
 
 
-def _bytes_fault(path: Path, commit: Commit) -> str | None:
+def _check_bytes(path: Path, commit: Commit) -> None:
     size = path.stat().st_size
     if size != commit.size:
-        return f"its shard {commit.shard} has {size} bytes, its commit says {commit.size}"
+        raise DamagedShard(f"shard {commit.shard} has {size} bytes, its commit says {commit.size}")
     with path.open("rb") as file:
         sha256 = hashlib.file_digest(file, "sha256").hexdigest()
     if sha256 != commit.sha256:
-        return f"its shard {commit.shard} has the sha256 {sha256}, its commit says {commit.sha256}"
-    return None
+        raise DamagedShard(f"shard {commit.shard} has the sha256 {sha256}, its commit says {commit.sha256}")
 
 
 def _samples_fault(path: Path, commit: Commit, units: Units) -> str | None:
@@ -125,7 +141,7 @@ def _response_index(reader: ShardReader, i: int) -> dict[str, object]:
 
 
 def _feature_index(reader: ShardReader, i: int) -> dict[str, object]:
-    sample = reader.features(i)
+    sample = reader.stored(i)
     tokens, rows = len(sample.input_ids), len(sample.last_rows)
     if len(sample.loss_mask) != tokens or len(sample.aux) != tokens or len(sample.last_hidden) != rows:
         raise ValueError(f"sample {sample.id} has not one row of each state for each of its {tokens} tokens")
