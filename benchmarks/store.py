@@ -2,8 +2,8 @@
 
 The states are SmolLM2's, of the demo's prompts, by plain Transformers, joined to samples of 2,048 tokens, repeated to
 the size of a shard. Writing: our shard against safetensors' own `save_file` of one tensor of the same bytes, without
-fsync on both sides, then with it on both. Reading: our stream of training batches against a copy, straight from the
-memory map, of the same bytes in pieces of a batch. All of it from memory, that is the page cache, since a disk would
+fsync on both sides, then with it on both. Reading: our stream of training batches against copying the same bytes out of
+a memory map, in pieces of a micro-batch, of which both sides hold a batch. All from the page cache, since a disk would
 hide what our code costs. The last line is one JSON object: ratios, and the bytes a token weighs in each kind of file.
 """
 
@@ -151,11 +151,12 @@ def reading(folder: Path, features: list[Features], repeats: int) -> dict[str, f
         assert read == SHARDS * sum(f.aux.nbytes for f in features)
 
     def mapped() -> None:
-        piece = nbytes(features) // len(features) * config.batch_size
+        sample = nbytes(features[:1])
+        piece = sample * config.max_length // len(features[0].input_ids)
         for commit in units["bf16"].commits():
             path = units["bf16"].files.url(commit.shard)
-            for rows in torch.from_file(path, size=commit.size, dtype=torch.uint8).split(piece):
-                rows.clone()
+            for batch in torch.from_file(path, size=commit.size, dtype=torch.uint8).split(sample * BATCH):
+                [rows.clone() for rows in batch.split(piece)]
 
     start = time.perf_counter()
     ours("bf16")
@@ -196,6 +197,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     args = parser.parse_args()
     real = smollm2_states()
+    torch.set_num_threads(1)  # what Ray gives a worker of one CPU
     whole = args.mib * 2**20 // nbytes(real) // BATCH * BATCH
     features = [joined(real, number) for number in range(whole)]
     with tempfile.TemporaryDirectory(prefix="eagle3-ray-") as scratch:

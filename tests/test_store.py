@@ -159,6 +159,24 @@ def test_a_committed_unit_is_read_back_whole(files: Filesystem, shard: Path, tmp
     assert Units(files, "features", "other").committed() == Units(files, "responses", PRINT).committed() == []
 
 
+def test_one_sample_is_read_from_the_store_itself_and_checked(files: Filesystem, shard: Path) -> None:
+    units = Units(files, "features", PRINT)
+    units.commit("u", shard, [])
+    key = units.read_commit("u").shard
+    assert _same(ShardReader(key, PRINT, files).features(1), _features("b", [1, 1, 1, 1, 0]))
+    data = bytearray(files.read(key))
+    data[-1] ^= 1
+    files.write(key, bytes(data))
+    with pytest.raises(StoreError, match=f"{files.url(key)}: the bytes of its sample 1 "):
+        ShardReader(key, PRINT, files).features(1)
+    files.write(key, bytes(data[:-1]))
+    with pytest.raises(StoreError, match="ends before its sample 1 does"):
+        ShardReader(key, PRINT, files).features(1)
+    files.delete(key)
+    with pytest.raises(StoreError, match=f"{files.url(key)} cannot be opened"):
+        ShardReader(key, PRINT, files)
+
+
 def test_of_many_attempts_at_a_unit_one_is_kept_and_the_others_leave_nothing(
     files: Filesystem, shard: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

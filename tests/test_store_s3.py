@@ -26,6 +26,7 @@ from test_store import (  # noqa: F401
     test_creation_has_one_winner_among_processes,
     test_creation_has_one_winner_among_threads,
     test_of_many_attempts_at_a_unit_one_is_kept_and_the_others_leave_nothing,
+    test_one_sample_is_read_from_the_store_itself_and_checked,
 )
 
 from eagle3_ray.config import ConfigError, PromptsConfig
