@@ -9,7 +9,14 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, compose
+from hydra.errors import HydraException
+from omegaconf.errors import OmegaConfBaseException
+
+from eagle3_ray.config import ConfigError
+from eagle3_ray.evaluate import heldout
+from eagle3_ray.prepare import prepare
+from eagle3_ray.run import open_run
 
 
 def command(stage: str, *overrides: str, home: Path, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
@@ -52,12 +59,26 @@ FAULTS = [
 
 
 @pytest.mark.parametrize(("override", "named"), FAULTS, ids=[override for override, _ in FAULTS])
-def test_a_fault_is_refused_before_any_engine_starts(smollm2: Path, tmp_path: Path, override: str, named: str) -> None:
+def test_a_fault_is_refused_before_any_engine_starts(
+    smollm2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, override: str, named: str
+) -> None:
+    monkeypatch.setenv("EAGLE3_RAY_HOME", str(tmp_path / "home"))
     (tmp_path / "empty.jsonl").write_text("")
     (tmp_path / "file").write_text("")
     override = override.format(empty=tmp_path / "empty.jsonl", file=tmp_path / "file")
-    stage = "pipeline" if override.startswith("evaluate.source") else "prepare"  # the same check; prepare starts faster
-    ended = command(stage, override, home=tmp_path / "home")
+    with pytest.raises((ConfigError, HydraException, OmegaConfBaseException)) as refused:
+        run = open_run(compose(override))
+        if override.startswith("evaluate.source"):
+            heldout(run)
+        prepare(run, run.config.prompts)
+    assert named in str(refused.value)
+
+
+# One of Hydra's, one of OmegaConf's, one of our own checks, one of a stage
+@pytest.mark.parametrize("fault", [FAULTS[0], FAULTS[3], FAULTS[7], FAULTS[4]], ids=lambda fault: fault[0])
+def test_a_refusal_ends_the_command_with_two(smollm2: Path, tmp_path: Path, fault: tuple[str, str]) -> None:
+    override, named = fault
+    ended = command("prepare", override, home=tmp_path / "home")
     assert ended.returncode == 2, ended.stdout + ended.stderr
     assert named in ended.stderr
     assert "Traceback" not in ended.stderr

@@ -219,10 +219,10 @@ def survive(
 
 
 def test_an_extraction_survives_a_kill_at_each_moment(server, tiny_llama_folder, tmp_path: Path, monkeypatch) -> None:
-    plan = [("generation", "actor"), ("capture", "driver"), ("upload", "actor"), ("before commit", "driver")]
+    plan = [("generation", "actor"), ("capture", "actor"), ("upload", "actor"), ("before commit", "driver")]
     plan += [("after commit", "actor")]
     settings = ["engine=transformers", f"target.path={tiny_llama_folder}", "prompts.unit_size=4"]
-    survive(plan, 40, settings, server, tmp_path, monkeypatch)
+    survive(plan, 20, settings, server, tmp_path, monkeypatch)
 
 
 @pytest.mark.full

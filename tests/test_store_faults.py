@@ -75,6 +75,7 @@ def asked(proxy: Proxy, match: str) -> int:
 TRANSIENT = [500, 503, 429, "reset", "half-request", "lost", "flip-request"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("where", "skip", "kind"),
     [("POST", 0, 503), ("POST", 0, "lost"), ("POST", 1, 500), ("POST", 1, "lost"), ("POST", 1, "reset")]
@@ -97,6 +98,7 @@ def test_a_small_object_outlives_what_may_pass(files: Filesystem, proxy: Proxy, 
     assert files.read("small") == b"0123456789" and not proxy.left()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", [500, 503, 429, "reset", "lost", "half-answer", "stall"])
 def test_reads_outlive_what_may_pass(
     files: Filesystem, proxy: Proxy, large: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Any
@@ -115,6 +117,7 @@ def test_reads_outlive_what_may_pass(
     assert not proxy.left()
 
 
+@pytest.mark.full
 def test_a_server_that_stops_reading_is_given_up_and_asked_again(
     files: Filesystem, proxy: Proxy, large: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -163,6 +166,7 @@ def test_an_upload_that_was_completed_unheard_is_seen_to_be_there(files: Filesys
     assert files.list("") == ["large"] and unfinished(files) == []
 
 
+@pytest.mark.full
 def test_a_server_killed_in_mid_upload_and_started_again_is_survived(
     files: Filesystem, proxy: Proxy, server: Server, large: Path
 ) -> None:
@@ -172,6 +176,7 @@ def test_a_server_killed_in_mid_upload_and_started_again_is_survived(
     assert files.list("") == ["large"] and unfinished(files) == []
 
 
+@pytest.mark.full
 def test_what_does_not_pass_ends_in_an_error_and_leaves_nothing(
     files: Filesystem, proxy: Proxy, large: Path, tmp_path: Path
 ) -> None:

@@ -415,6 +415,7 @@ FAULTS = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("overrides", "named"), FAULTS, ids=[" ".join(overrides) for overrides, _ in FAULTS])
 def test_a_faulty_command_ends_with_2(tmp_path: Path, overrides: list[str], named: str) -> None:
     root = tmp_path / "root"
@@ -424,6 +425,7 @@ def test_a_faulty_command_ends_with_2(tmp_path: Path, overrides: list[str], name
     assert named in ended.stderr and "Traceback" not in ended.stderr
 
 
+@pytest.mark.full
 def test_every_command_of_the_documentation_runs(tmp_path: Path) -> None:
     target = tmp_path / "target"
     target.mkdir()

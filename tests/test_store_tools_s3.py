@@ -32,6 +32,8 @@ from eagle3_ray.store.filesystem import Filesystem
 from eagle3_ray.store.overview import find
 from eagle3_ray.store.verify import WORKERS, verify
 
+pytestmark = pytest.mark.full  # the same tests as on a local disk
+
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
