@@ -25,8 +25,8 @@ SMALL = [
     "prompts.limit=9",
     "prompts.unit_size=4",
     "sampling.max_new_tokens=12",
-    "evaluate.limit=4",
-    "evaluate.max_new_tokens=24",
+    "evaluate.limit=6",
+    "evaluate.max_new_tokens=40",
     "hardware.num_actors=1",
     "capture.boundaries=[2,15,27]",
     "train.steps=0",
@@ -112,7 +112,7 @@ def test_the_summary_says_what_was_done(summary: dict, submit) -> None:
     assert (summary["samples"], summary["prompts"], summary["failed"]) == (9, 9, 0)
     assert summary["boundaries"] == [2, 15, 27]
     assert summary["layer_ids"] == [1, 14, 26]
-    assert summary["heldout"] == 4
+    assert summary["heldout"] == 6
     assert summary["completion_tokens"] == sum(row["completion_tokens"] for row in summary["by_domain"].values())
     assert set(summary["seconds"]) == {"prepare", "extract", "train", "export", "evaluate", "total"}
     assert summary["versions"]["sglang"] == "0.5.23"
