@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from uuid import uuid4
 
 from eagle3_ray.store.cache import Cache
 from eagle3_ray.store.filesystem import Filesystem, StoreError
+from eagle3_ray.store.parallel import in_parallel
 
 if TYPE_CHECKING:
     from eagle3_ray.store.shards import ShardReader
@@ -97,8 +97,7 @@ class Units:
 
     def commits(self) -> list[Commit]:
         """Every finished unit, sorted by name."""
-        with ThreadPoolExecutor(16) as pool:
-            return list(pool.map(self.read_commit, self.committed()))
+        return list(in_parallel(self.read_commit, self.committed()))
 
     def open(self, commit: Commit, cache: Cache) -> ShardReader:
         """The unit's shard, verified."""
