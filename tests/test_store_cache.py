@@ -86,6 +86,16 @@ def test_the_least_recently_used_copy_goes_first(tmp_path: Path) -> None:
     assert copies(cache) == {"u00", "u02", "u03"} and remote.downloads().total() == 4
 
 
+def test_a_copy_makes_room_for_one_that_has_the_same_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One pair of shards in 64 has."""
+    monkeypatch.setattr("eagle3_ray.store.cache.LOCKS", 1)
+    units, (a, b), _ = store(tmp_path, 2)
+    cache = Cache(tmp_path / "cache", a.size)
+    for commit in (a, b):
+        units.fetch(commit, cache)
+    assert copies(cache) == {"u01"}
+
+
 def test_what_a_killed_process_left_half_downloaded_makes_room_too(tmp_path: Path) -> None:
     units, (a, b), _ = store(tmp_path, 2)
     cache = Cache(tmp_path / "cache", 2 * a.size)

@@ -14,7 +14,7 @@ import tempfile
 import time
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,10 +47,10 @@ class Cache:
         with self._locked(_lock(key)):
             if not self.path(key).exists():
                 with self._locked("room"):
-                    self._make_room(size)
+                    self._make_room(size, _lock(key))
             yield
 
-    def _make_room(self, size: int) -> None:
+    def _make_room(self, size: int, held: str) -> None:
         found = []
         for folder, _, names in os.walk(self.folder):
             for name in names:
@@ -62,15 +62,16 @@ class Cache:
         for _, length, path in sorted(found):
             if used + size <= self.limit and shutil.disk_usage(self.folder).free >= size:
                 return
-            if self._remove(path):
+            if self._remove(path, held):
                 used -= length
 
-    def _remove(self, path: Path) -> bool:
+    def _remove(self, path: Path, held: str) -> bool:
         """Not a lock, nor what another process is fetching."""
         with suppress(BlockingIOError, FileNotFoundError):  # in use; named or removed by another process meanwhile
             if path.suffix == ".lock" or path.suffix == TEMPORARY and time.time() - path.stat().st_mtime < STALE_S:
                 return False
-            with self._locked(_lock(str(path.relative_to(self.folder))), fcntl.LOCK_NB):
+            name = _lock(str(path.relative_to(self.folder)))
+            with nullcontext() if name == held else self._locked(name, fcntl.LOCK_NB):
                 path.unlink(missing_ok=True)
                 return True
         return False
