@@ -48,8 +48,13 @@ COLUMNS = {"input_ids": pa.list_(pa.int64()), "loss_mask": pa.list_(pa.int64()),
 SCHEMA = pa.schema({**COLUMNS, "answer_ids": pa.list_(pa.int64())})
 
 
-def export_features(folder: Folder, to: Path, layout: str, target_path: str | None) -> dict[str, Any]:
-    """Write every sample of `folder` below `to`; what an earlier call wrote of the same commits stays."""
+def export_features(
+    folder: Folder, to: Path, layout: str, target_path: str | None, scratch: Path | None = None
+) -> dict[str, Any]:
+    """Write every sample of `folder` below `to`; what an earlier call wrote of the same commits stays.
+
+    Copies of a remote store's shards lie in `scratch`, a few at a time.
+    """
     description = folder.units.description()
     samples = {commit.unit: len(commit.samples) for commit in folder.commits()}
     writer = _writer(layout, to, description, target_path)
@@ -58,7 +63,7 @@ def export_features(folder: Folder, to: Path, layout: str, target_path: str | No
     for unit, count in samples.items():
         numbers[unit], total = total, total + count
     progress = Progress("export", len(samples), "units")
-    with tempfile.TemporaryDirectory(prefix="eagle3-export-") as cache:
+    with tempfile.TemporaryDirectory(prefix="eagle3-export-", dir=scratch) as cache:
 
         def write(unit: str) -> None:
             part = to / OURS / f"{unit}.parquet"

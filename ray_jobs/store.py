@@ -28,7 +28,7 @@ def verify(job: StoreCommand, files: Filesystem) -> None:
     from eagle3_ray.store.verify import verify
 
     folders = find(files, job.fingerprint)
-    faults = verify(folders)
+    faults = verify(folders, scratch(job.store))
     print(f"verify: {sum(len(folder.committed) for folder in folders)} units, {len(faults)} bad")
     for fault in faults:
         print(f"{fault.unit}: {fault.reason}")
@@ -60,7 +60,7 @@ def copy(job: StoreCommand, files: Filesystem) -> None:
 
     target = _other_root(job, files)
     folders = with_responses(find(files, job.fingerprint), find(files))
-    sent = copy(folders, target)
+    sent = copy(folders, target, scratch(job.store))
     print(f"copy: {sent['units_sent']} units sent, {readable(sent['bytes_sent'])}, to {target.root}")
 
 
@@ -71,7 +71,9 @@ def export(job: StoreCommand, files: Filesystem) -> None:
         raise ConfigError(f"to: an absolute path of a local folder, seen {job.to!r}")
     from eagle3_ray.layouts import export_features
 
-    done = export_features(_features(job, files), Path(job.to).expanduser(), job.layout, job.target_path)
+    done = export_features(
+        _features(job, files), Path(job.to).expanduser(), job.layout, job.target_path, scratch(job.store)
+    )
     print(f"export: {done['samples']} samples at boundaries {done['boundaries']} in {done['to']}")
 
 

@@ -84,8 +84,9 @@ def submit(tmp_path_factory: pytest.TempPathFactory) -> Iterator:
         yield run
     finally:  # this head and no other: `ray stop` would end every Ray on the machine
         family = [psutil.Process(started.pid), *psutil.Process(started.pid).children(recursive=True)]
-        started.terminate()
-        _, alive = psutil.wait_procs(family, timeout=20)
+        for process in family:
+            process.terminate()
+        _, alive = psutil.wait_procs(family, timeout=10)
         for process in alive:
             process.kill()
         started.wait()

@@ -22,6 +22,7 @@ from stores import HIDDEN, TARGET, fill
 
 from eagle3_ray.capture import describe_target
 from eagle3_ray.config import ConfigError, TargetConfig
+from eagle3_ray.layouts import export_features
 from eagle3_ray.store.commits import Units
 from eagle3_ray.store.copying import copy, with_responses
 from eagle3_ray.store.filesystem import Filesystem, StoreError
@@ -170,6 +171,20 @@ def test_a_store_that_fails_is_no_fault_of_its_units(
     monkeypatch.setattr(Filesystem, "read", fail)
     with pytest.raises(StoreError, match="network"):
         verify(folders)
+
+
+def test_what_is_on_its_way_lies_in_the_scratch_folder(
+    files: Filesystem, elsewhere: Filesystem, tmp_path: Path
+) -> None:
+    folder = find(files, fill(files, tmp_path)[1].folder)[0]
+    missing = tmp_path / "no-such-folder"
+    for action in (
+        lambda: verify([folder], missing),
+        lambda: copy([folder], elsewhere, missing),
+        lambda: export_features(folder, tmp_path / "exported", "specforge", None, missing),
+    ):
+        with pytest.raises(FileNotFoundError, match="no-such-folder"):
+            action()
 
 
 # gc

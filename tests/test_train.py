@@ -234,7 +234,7 @@ def _worker(rank: int, world: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("world", [2, 5])  # of 5, one has an empty share
+@pytest.mark.parametrize("world", [2, pytest.param(5, marks=pytest.mark.full)])  # of 5, one has an empty share
 def test_workers_train_what_one_worker_does(tmp_path: Path, world: int):
     mp.spawn(_worker, args=(world, str(tmp_path)), nprocs=world)
     alone = training()
@@ -267,7 +267,7 @@ def store(root: Path, samples: int, unit: int) -> Units:
 @pytest.fixture(scope="module")
 def ray_up() -> Iterator[None]:
     ray = pytest.importorskip("ray")
-    ray.init(num_cpus=2, include_dashboard=True)  # Ray Train asks it whether its controller lives
+    ray.init(address="local", num_cpus=2, include_dashboard=True)  # Ray Train asks it whether its controller lives
     yield
     ray.shutdown()
 

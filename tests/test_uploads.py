@@ -66,7 +66,7 @@ def test_staging_waits_for_room(units: Units, uploads: Uploads) -> None:
     try:
         first = uploads.commit(units, "a", lambda path: path.write_bytes(b"a" * 70), 70, [])
         waiting = threading.Thread(
-            target=uploads.commit, args=(units, "b", lambda path: path.write_bytes(b"b" * 40), 40, [])
+            target=uploads.commit, args=(units, "b", lambda path: path.write_bytes(b"b" * 40), 40, []), daemon=True
         )
         waiting.start()
         waiting.join(0.5)

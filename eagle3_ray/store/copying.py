@@ -28,11 +28,14 @@ def with_responses(chosen: list[Folder], everything: list[Folder]) -> list[Folde
     return [folder for folder in everything if folder.name in names]
 
 
-def copy(folders: list[Folder], target: Filesystem) -> dict[str, int]:
-    """Bring all committed units of `folders` to `target`; returns how many were sent, in units and bytes."""
+def copy(folders: list[Folder], target: Filesystem, scratch: Path | None = None) -> dict[str, int]:
+    """Bring all committed units of `folders` to `target`; returns how many were sent, in units and bytes.
+
+    Shards on their way lie in `scratch`, a few at a time.
+    """
     sent = bytes_sent = 0
     progress = Progress("copy", sum(len(folder.committed) for folder in folders), "units")
-    with tempfile.TemporaryDirectory(prefix="eagle3-copy-") as cache:
+    with tempfile.TemporaryDirectory(prefix="eagle3-copy-", dir=scratch) as cache:
         for folder in folders:
             source = folder.units
             there = Units(target, *folder.name.split("/"))

@@ -6,7 +6,6 @@ must not look like units to delete.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import tempfile
 from collections.abc import Iterator
@@ -17,13 +16,13 @@ from pathlib import Path
 import torch
 
 from eagle3_ray.progress import Progress
-from eagle3_ray.store.commits import Commit, Units
+from eagle3_ray.store.commits import Commit, Units, fault_of_bytes
 from eagle3_ray.store.filesystem import StoreError
 from eagle3_ray.store.overview import Folder, find
 from eagle3_ray.store.parallel import in_parallel
 from eagle3_ray.store.shards import ShardReader, target_rows
 
-WORKERS = 4  # shards at a time: of a remote store so many lie in the temporary folder, and at most as many again wait
+WORKERS = 4  # shards at a time: of a remote store so many lie in the scratch folder, and at most as many again wait
 
 
 @dataclass(frozen=True)
@@ -35,12 +34,12 @@ class Fault:
     delete: list[str]  # the objects without which the next extraction makes the unit again
 
 
-def verify(folders: list[Folder]) -> list[Fault]:
-    """The faults of all units of `folders`."""
+def verify(folders: list[Folder], scratch: Path | None = None) -> list[Fault]:
+    """The faults of all units of `folders`. Copies of a remote store's shards lie in `scratch`, a few at a time."""
     faults = []
     total = sum(len(folder.committed) for folder in folders)
     progress = Progress("verify", total, "units")
-    with tempfile.TemporaryDirectory(prefix="eagle3-verify-") as cache:
+    with tempfile.TemporaryDirectory(prefix="eagle3-verify-", dir=scratch) as cache:
         for folder in folders:
 
             def reason(unit: str, units: Units = folder.units) -> tuple[str, str | None]:
@@ -93,23 +92,14 @@ def whole_shard(units: Units, commit: Commit, cache: Path) -> Iterator[Path]:
         try:
             if not files.local:
                 files.download(commit.shard, path)
-            _check_bytes(path, commit)
         except FileNotFoundError:
             raise DamagedShard(f"shard {commit.shard} is missing") from None
+        if fault := fault_of_bytes(path, commit):
+            raise DamagedShard(f"shard {commit.shard} {fault}")
         yield path
     finally:
         if not files.local:
             path.unlink(missing_ok=True)
-
-
-def _check_bytes(path: Path, commit: Commit) -> None:
-    size = path.stat().st_size
-    if size != commit.size:
-        raise DamagedShard(f"shard {commit.shard} has {size} bytes, its commit says {commit.size}")
-    with path.open("rb") as file:
-        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-    if sha256 != commit.sha256:
-        raise DamagedShard(f"shard {commit.shard} has the sha256 {sha256}, its commit says {commit.sha256}")
 
 
 def _samples_fault(path: Path, commit: Commit, units: Units) -> str | None:
