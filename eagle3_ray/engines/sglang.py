@@ -7,6 +7,7 @@ travel on it: the scheduler writes them to shared memory (sglang_plugin.py) and 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import shutil
@@ -44,6 +45,7 @@ from eagle3_ray.engines.sglang_plugin import FOLDER_VARIABLE
 PLUGIN = "eagle3_ray"
 ENTRY_POINT = f"[sglang.srt.plugins]\n{PLUGIN} = eagle3_ray.engines.sglang_plugin:load\n"
 LOG_TAIL_LINES, LOG_LINE_WIDTH = 40, 400
+EXIT_S = 5.0  # between the end of the pipe and that of the process
 RESERVED = 6  # positions that SGLang 0.5.23 keeps free of a prompt (managers/utils.py)
 
 
@@ -213,9 +215,9 @@ class SGLangEngine(TargetEngine):
         try:
             self._send({"number": number, **request})
         except (OSError, TypeError):  # TypeError: closed by close() meanwhile
-            self._fail("the engine's process ended")
+            self._fail(self._ended())
         if self._failure or self._closing:  # it may have failed between two calls
-            self._fail("the engine's process ended")
+            self._fail(self._failure or "closed")
         return future
 
     def _send(self, message: dict[str, Any]) -> None:
@@ -236,7 +238,7 @@ class SGLangEngine(TargetEngine):
                     continue
                 number, state, answer = self.connection.recv()
             except (EOFError, OSError, TypeError):  # TypeError: closed by close() while polling
-                return self._fail("the engine's process ended")
+                return self._fail(self._ended())
             self._heard = time.monotonic()
             future = self._pending.pop(number, None)
             if future is None:  # failed meanwhile, by another thread
@@ -255,6 +257,14 @@ class SGLangEngine(TargetEngine):
         if self._pending and time.monotonic() - self._heard > self.stall_timeout_s:
             return f"no answer for hardware.stall_timeout_s={self.stall_timeout_s}"
         return None
+
+    def _ended(self) -> str:
+        """What is known when the pipe has ended."""
+        if self._closing:
+            return "closed"
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return f"the engine's process ended with exit code {self.process.wait(EXIT_S)}"
+        return "the engine's process closed its pipe"
 
     def _fail(self, reason: str) -> None:
         reason = self._failure or ("closed" if self._closing else reason)

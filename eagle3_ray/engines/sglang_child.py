@@ -56,11 +56,11 @@ def main(connection: Connection) -> None:
     try:
         connection.send(("ready", info))
         engine.loop.run_until_complete(serve(engine, connection))
-    finally:  # also when the actor is gone: nobody else would clean up
+    finally:
         engine.shutdown()
         unlink(left)
-        shutil.rmtree(setup["capture_dir"], ignore_errors=True)
-        shutil.rmtree(setup["scratch"], ignore_errors=True)
+    for folder in (setup["capture_dir"], setup["scratch"]):  # the actor may be gone: nobody else would clean up
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def start(setup: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
