@@ -83,6 +83,27 @@ def test_flex_attention_equals_the_dense_definition(kv: int, dv: int, steps: int
     assert_equal(values_and_gradients(attend, given, leaves), values_and_gradients(eager, given, leaves))
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize(("kv", "dv"), [(2, 64), (6, 64), (1, 32)])
+def test_compiled_flex_attention_on_a_gpu(kv: int, dv: int):
+    generator = torch.Generator().manual_seed(0)
+    bounds = torch.tensor([0, 300, 301, 900])
+    for stride in (1, 2, 7, 100):  # no two steps have the same shape
+        slots = torch.arange(5, 900, stride)
+        n = len(slots)
+        shapes = [(n, 6, 64), (900, kv, 64), (900, kv, dv), (n, kv, 64), (n, kv, dv)]
+        leaves = [torch.randn(shape, generator=generator) for shape in shapes]
+        results = []
+        for function, device, dtype in ((attend, "cuda", torch.float32), (eager, "cpu", torch.float64)):
+            moved = [x.to(device, dtype).requires_grad_() for x in leaves]
+            own = [(moved[3], moved[4])] * 2
+            given = [moved[0], slots.to(device), moved[1], moved[2], own, bounds.to(device)]
+            out = function(*given)
+            results.append([out, *torch.autograd.grad((out**2).sum(), moved)])
+        for fast, slow in zip(*results, strict=True):
+            torch.testing.assert_close(fast.cpu().double(), slow, atol=2e-2, rtol=2e-2)  # TF32
+
+
 def test_bfloat16_is_as_near_as_its_rounding():
     given, leaves = inputs([0, 3, 4, 9, 11, 15, 20], 3)
     slow = values_and_gradients(eager, given, leaves)

@@ -1,9 +1,9 @@
 """An EAGLE-3 trainer as they are usually written, for `train_step.py` to compare with: it shares no code with ours.
 
-Samples are padded to the longest. Every step of training-time test runs at every position, its queries against the
-keys of all steps so far under a dense mask [T, (k+1)T] (in SDPA, whose fused kernel keeps no scores), and gives logits
-at all positions; the target's logits too are made at all positions, over its whole vocabulary. Positions without a loss
-are masked out at the end. The maths is that of `tests/data/eagle3_ttt.safetensors`, which a test compares.
+Samples are padded to the longest. Every step of training-time test runs at every position and gives logits at all of
+them; the target's logits too are made at all positions, over its whole vocabulary. Positions without a loss are masked
+out at the end. Scores are [T, T+k] under a dense mask, in memory; SDPA with a mask of all [T, (k+1)T] keys took longer
+at T = 2048. The maths is that of `tests/data/eagle3_ttt.safetensors`, which a test compares.
 """
 
 from __future__ import annotations
@@ -55,17 +55,18 @@ class Attention(nn.Module):
         query = self.q_proj(x).view(batch, length, self.heads, -1).transpose(1, 2)  # [B, h, T, d]
         key = self.k_proj(x).view(batch, length, self.kv, -1).transpose(1, 2)  # [B, kv, T, d]
         value = self.v_proj(x).view(batch, length, self.kv, -1).transpose(1, 2)  # [B, kv, T, d]
-        cache.append((self.rotate(key, positions), value))
-        keys = torch.cat([k for k, _ in cache], dim=2).repeat_interleave(
-            self.heads // self.kv, dim=1
-        )  # [B, h, (k+1)T, d]
-        values = torch.cat([v for _, v in cache], dim=2).repeat_interleave(self.heads // self.kv, dim=1)
-        causal = torch.ones(length, length, dtype=torch.bool).tril()  # [T, T]
-        itself = torch.eye(length, dtype=torch.bool)  # [T, T]
-        mask = torch.cat([causal, *[itself] * step], dim=1)  # [T, (k+1)T]
-        out = F.scaled_dot_product_attention(
-            self.rotate(query, positions), keys, values, attn_mask=mask
-        )  # [B, h, T, d]
+        query, key = self.rotate(query, positions), self.rotate(key, positions)
+        group = self.heads // self.kv
+        cache.append((key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1)))  # [B, h, T, d] each
+        (keys, values), own = cache[0], cache[1:]
+        future = torch.ones(length, length, dtype=torch.bool).triu(1)  # [T, T]
+        query = query * self.head_dim**-0.5
+        scores = (query @ keys.transpose(2, 3)).masked_fill(future, float("-inf"))  # [B, h, T, T]
+        scores = torch.cat([scores, *((query * k).sum(-1, keepdim=True) for k, _ in own)], dim=-1)  # [B, h, T, T+k]
+        weights = scores.softmax(-1)
+        out = weights[..., :length] @ values  # [B, h, T, d]
+        for number, (_, v) in enumerate(own):
+            out = out + weights[..., length + number, None] * v
         return self.o_proj(out.transpose(1, 2).reshape(batch, length, -1))
 
 
