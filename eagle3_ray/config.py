@@ -12,6 +12,7 @@ DTYPES = ("float32", "bfloat16")
 STORED_DTYPES = (*DTYPES, "float8_e4m3")
 COMPRESSIONS = ("none", "zstd")
 ENGINES = ("sglang", "transformers")
+LOSSES = ("soft_ce", "lk_alpha", "lk_lambda")
 LAYOUTS = ("specforge", "speculators")
 
 
@@ -131,6 +132,8 @@ class TrainConfig:
     batch_size: int = 8  # samples a step, over all workers
     max_length: int = 4096  # tokens; a longer sample is cut
     ttt_steps: int = 7
+    loss: str = "soft_ce"  # soft_ce | lk_alpha | lk_lambda: the last two aim at acceptance (drafter/loss.py)
+    step_decay: float = 1.0  # step k of training-time test weighs step_decay**k
     lr: float = 1e-4
     warmup_share: float = 0.05
     min_lr_share: float = 0.1  # the cosine ends at this share of lr

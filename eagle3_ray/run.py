@@ -25,6 +25,7 @@ from eagle3_ray.config import (
     COMPRESSIONS,
     DTYPES,
     ENGINES,
+    LOSSES,
     PLACEMENT,
     STORED_DTYPES,
     Config,
@@ -119,6 +120,7 @@ def check_values(config: Config) -> None:
         "capture.dtype": (config.capture.dtype, STORED_DTYPES),
         "store.compression": (config.store.compression, COMPRESSIONS),
         "train.dtype": (config.train.dtype, DTYPES),
+        "train.loss": (config.train.loss, LOSSES),
         "evaluate.dtype": (config.evaluate.dtype or config.engine.dtype, DTYPES),
         "hardware.device": (config.hardware.device, ("cuda", "cpu")),
     }
@@ -167,6 +169,8 @@ def check_values(config: Config) -> None:
             raise ConfigError(f"{name}: SGLang captures hidden states only with {name}={only}")
     if not 0 <= config.prompts.max_bad_share <= 1:
         raise ConfigError(f"prompts.max_bad_share: {config.prompts.max_bad_share} is not between 0 and 1")
+    if not 0 < config.train.step_decay <= 1:
+        raise ConfigError(f"train.step_decay: {config.train.step_decay} is not above 0 and at most 1")
     if config.evaluate.topk == 1 and config.evaluate.num_draft_tokens != config.evaluate.num_steps + 1:
         raise ConfigError(
             f"evaluate.num_draft_tokens: a chain (evaluate.topk=1) of {config.evaluate.num_steps} steps verifies "

@@ -18,9 +18,7 @@ from eagle3_ray.drafter.attention import attend, eager
 from eagle3_ray.drafter.checkpoint import export, load
 from eagle3_ray.drafter.loss import (
     Metrics,
-    SoftCrossEntropy,
     Targets,
-    eager_cross_entropy,
     target_argmax,
     targets,
     ttt_loss,
@@ -81,11 +79,11 @@ def golden_batch() -> Batch:
     )
 
 
-def golden_loss(drafter: Drafter, steps: int = 4) -> tuple[Tensor, Metrics, Tensor, Targets]:
+def golden_loss(drafter: Drafter, steps: int = 4, **kind: Any) -> tuple[Tensor, Metrics, Tensor, Targets]:
     head = golden()[0]["target_lm_head"]
     batch = golden_batch()
     goal = targets(batch, target_argmax(batch.last_hidden, head), drafter, steps)
-    return *ttt_loss(drafter, batch, goal, head[drafter.draft_ids], goal.count()), goal
+    return *ttt_loss(drafter, batch, goal, head[drafter.draft_ids], goal.count(), **kind), goal
 
 
 # ---------------------------------------------------------------- the golden step
@@ -124,29 +122,15 @@ def test_loss_and_accuracies_equal_the_golden_ones():
         torch.testing.assert_close(torch.tensor(values), expected, atol=1e-4, rtol=0)
 
 
+def test_step_decay_weighs_the_golden_steps():
+    expected = golden()[0]["expected.loss"]
+    loss, metrics, _, _ = golden_loss(golden_drafter(), step_decay=0.5)
+    weights = torch.tensor([1, 0.5, 0.25, 0.125])
+    torch.testing.assert_close(loss, (weights * expected).sum() / weights.sum(), atol=1e-4, rtol=0)
+    torch.testing.assert_close(torch.tensor(metrics.means()["loss"]), expected, atol=1e-4, rtol=0)  # these stay plain
+
+
 # ---------------------------------------------------------------- fast paths against their definitions
-
-
-@pytest.mark.parametrize("steps", [0, 1, 3])
-@pytest.mark.parametrize("slots", [[0, 3, 4, 9], [2], []])
-def test_attention_equals_the_dense_definition(slots: list[int], steps: int):
-    n, length, heads, kv, d = len(slots), 10, 6, 2, 8
-    generator = torch.Generator().manual_seed(0)
-
-    def random(*shape: int) -> Tensor:
-        return torch.randn(*shape, dtype=torch.float64, generator=generator, requires_grad=True)
-
-    query, key, value = random(n, heads, d), random(length, kv, d), random(length, kv, d)
-    own = [(random(n, kv, d), random(n, kv, d)) for _ in range(steps)]
-    inputs = [query, key, value, *(tensor for pair in own for tensor in pair)]
-    weigh = torch.randn(n, heads * d, dtype=torch.float64, generator=generator)
-    results = []
-    for attention in (attend, eager):
-        out = attention(query, torch.tensor(slots, dtype=torch.int64), key, value, own)
-        grads = torch.autograd.grad((out * weigh).sum(), inputs, allow_unused=True)
-        results.append([out, *(torch.zeros_like(x) if g is None else g for x, g in zip(inputs, grads, strict=True))])
-    for fast, slow in zip(*results, strict=True):
-        torch.testing.assert_close(fast, slow, atol=1e-12, rtol=1e-10)
 
 
 def test_whole_drafter_with_fast_attention_equals_eager_in_fp64():
@@ -173,28 +157,11 @@ def test_context_after_a_slot_and_other_samples_change_nothing():
         assert torch.equal(old, new)
 
 
-@pytest.mark.parametrize("chunk", [1, 300, 10**6])
-def test_loss_and_gradients_equal_the_definition_whatever_the_chunk(chunk: int, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("eagle3_ray.drafter.loss.CHUNK_ELEMENTS", chunk)
-    generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(23, 8, dtype=torch.float64, generator=generator, requires_grad=True)
-    weight = torch.randn(30, 8, dtype=torch.float64, generator=generator, requires_grad=True)
-    target, head = torch.randn(2, 30, 8, dtype=torch.float64, generator=generator)
-    row = torch.randint(0, 9, (23,), generator=generator)
-    scale = torch.rand(23, dtype=torch.float64, generator=generator)
-    results = []
-    for function in (SoftCrossEntropy.apply, eager_cross_entropy):
-        loss, each, greedy = function(hidden, weight, target, head, row, scale)
-        results.append([loss, each, greedy, *torch.autograd.grad(2 * loss, [hidden, weight])])
-    for fast, slow in zip(*results, strict=True):
-        torch.testing.assert_close(fast, slow, atol=1e-12, rtol=1e-10)
-    assert torch.equal(target_argmax(target, head), (target @ head.T).argmax(-1))
-
-
-def test_micro_batches_add_up_to_the_whole():
+@pytest.mark.parametrize("kind", [{}, {"kind": "lk_alpha"}, {"kind": "lk_lambda", "step_decay": 0.7}], ids=str)
+def test_micro_batches_add_up_to_the_whole(kind: dict[str, Any]):
     drafter, whole = golden_drafter(), golden_batch()
     head = golden()[0]["target_lm_head"]
-    loss, metrics, prefix, _ = golden_loss(drafter)
+    loss, metrics, prefix, _ = golden_loss(drafter, **kind)
     halves = []
     for row in range(2):
         cut = slice(19 * row, 19 * (row + 1))
@@ -203,7 +170,7 @@ def test_micro_batches_add_up_to_the_whole():
         halves.append((half, targets(half, target_argmax(half.last_hidden, head), drafter, 4)))
     counts = sum(goal.count() for _, goal in halves)
     assert isinstance(counts, Tensor)
-    parts = [ttt_loss(drafter, half, goal, head[drafter.draft_ids], counts) for half, goal in halves]
+    parts = [ttt_loss(drafter, half, goal, head[drafter.draft_ids], counts, **kind) for half, goal in halves]
     torch.testing.assert_close(parts[0][0] + parts[1][0], loss)
     torch.testing.assert_close((parts[0][1] + parts[1][1]).stacked(), metrics.stacked(), atol=0, rtol=1e-5)
     assert torch.equal(torch.cat([parts[0][2], parts[1][2]]), prefix)

@@ -204,7 +204,8 @@ def test_resume_is_bit_identical(tmp_path: Path):
 @pytest.mark.parametrize(
     "change",
     [{"lr": 2e-2}, {"warmup_share": 0.5}, {"min_lr_share": 1.0}, {"weight_decay": 0.1}, {"max_grad_norm": 0.01}]
-    + [{"ttt_steps": 2}, {"steps": 8}, {"batch_size": 3}, {"max_length": 12}, {"seed": 1}, {"dtype": "bfloat16"}],
+    + [{"ttt_steps": 2}, {"steps": 8}, {"batch_size": 3}, {"max_length": 12}, {"seed": 1}, {"dtype": "bfloat16"}]
+    + [{"loss": "lk_alpha"}, {"loss": "lk_lambda"}, {"step_decay": 0.8}],
     ids=lambda change: next(iter(change)),
 )
 def test_every_setting_changes_the_weights(change: dict[str, Any]):
@@ -227,7 +228,7 @@ def test_accept_length_of_an_untrained_and_a_trained_drafter():
 def _worker(rank: int, world: int, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=world)
-    trainer = training()
+    trainer = training(loss="lk_lambda", step_decay=0.7)
     for share in islice(positions(trainer.config, [30], rank, world, 0), 8):
         metrics, _ = trainer.step([sample(i) for _, i in share])
     save_file({**trainer.weights(), "metrics": metrics.stacked()}, f"{folder}/{rank}.safetensors")
@@ -237,7 +238,7 @@ def _worker(rank: int, world: int, folder: str) -> None:
 @pytest.mark.parametrize("world", [2, pytest.param(5, marks=pytest.mark.full)])  # of 5, one has an empty share
 def test_workers_train_what_one_worker_does(tmp_path: Path, world: int):
     mp.spawn(_worker, args=(world, str(tmp_path)), nprocs=world)
-    alone = training()
+    alone = training(loss="lk_lambda", step_decay=0.7)
     for share in islice(positions(alone.config, [30], 0, 1, 0), 8):
         metrics, _ = alone.step([sample(i) for _, i in share])
     for rank in range(world):

@@ -1,13 +1,22 @@
 """Targets, loss and accuracies of a training-time-test forward, at valid slots only.
 
-Slot i of step k is taught the target's distribution at position i+1+k, so all steps share one target row a position.
-The loss of a step is the mean, over valid slots whose target argmax is in the draft vocabulary, of the soft cross
-entropy against the target's distribution restricted to the draft vocabulary and renormalised. The total is the plain
-mean over steps. Slots with another argmax have no loss and count as a miss in every accuracy.
+Slot i of step k is taught the target's distribution at position i+1+k, so all steps share one target row a position. A
+slot's loss compares the drafter with that distribution, restricted to the draft vocabulary and renormalised. A step's
+loss is the mean over the valid slots whose target argmax is in the draft vocabulary, the total the mean over steps,
+step k with the weight step_decay**k. Slots with another argmax have no loss and count as a miss in every accuracy.
+
+With p the target's distribution, q the drafter's and overlap = sum(min(p, q)), the chance that a draft is accepted:
+
+    soft_ce    -sum(p log q)
+    lk_alpha   -log(overlap)
+    lk_lambda  w KL(p|q) + (1 - w) (1 - overlap), w = exp(-3 overlap) without gradient
+
+The last two are the LK losses of Samarin et al., "Direct Acceptance Rate Optimization for Speculative Decoding",
+arXiv:2602.23881, with w a slot's own: their trainer takes it from a step's mean overlap, here every slot stands alone.
 
 Nothing here divides by what one worker or one micro-batch sees: `count` gives the numbers, the caller adds them up over
 all workers, and `ttt_loss` takes the sums. Logits exist a chunk at a time: the gradient of each chunk is taken on the
-spot (`SoftCrossEntropy`), so that [n, Vd] is neither kept nor computed twice. `eager_cross_entropy` is its definition.
+spot (`FusedLoss`), so that [n, Vd] is neither kept nor computed twice. `eager_loss` is its definition.
 """
 
 from __future__ import annotations
@@ -21,6 +30,7 @@ from torch import Tensor
 from eagle3_ray.drafter.model import Batch, Drafter, valid_slots
 
 CHUNK_ELEMENTS = 2**23  # of a logits chunk on a CPU; 8 times that on a GPU
+LK_DECAY = 3.0  # of w with the overlap, as in the paper
 
 
 def target_argmax(last_hidden: Tensor, head: Tensor) -> Tensor:
@@ -91,23 +101,31 @@ class Metrics:
 
 
 def ttt_loss(
-    drafter: Drafter, batch: Batch, goal: Targets, head: Tensor, counts: Tensor
+    drafter: Drafter,
+    batch: Batch,
+    goal: Targets,
+    head: Tensor,
+    counts: Tensor,
+    kind: str = "soft_ce",
+    step_decay: float = 1.0,
 ) -> tuple[Tensor, Metrics, Tensor]:
     """Loss of one micro-batch, its sums, and the prefix hits by slot [N].
 
     `head` [Vd, H] are the rows of the target's lm_head that are in the draft vocabulary, `counts` [K] the slots with a
-    loss in the whole global batch. Summed over micro-batches and workers, the losses are the mean over steps of the
-    steps' means.
+    loss in the whole global batch. Summed over micro-batches and workers, the losses are the weighted mean over steps
+    of the steps' means.
     """
     steps = len(goal.slots)
     states = drafter(batch, goal.slots)  # [n_k, H] a step
     taught = [goal.draft[rows] >= 0 for rows in goal.rows]  # [n_k]
-    scales = 1 / (steps * counts.clamp(min=1).float())  # [K]
+    weights = step_decay ** torch.arange(steps, device=counts.device)  # [K]
+    scales = weights / (weights.sum() * counts.clamp(min=1))  # [K]
     sizes = [int(mask.sum()) for mask in taught]
     row = torch.cat([rows[mask] for rows, mask in zip(goal.rows, taught, strict=True)])  # [m], of all steps
     scale = scales.repeat_interleave(torch.tensor(sizes, device=scales.device))  # [m]
     hidden = torch.cat([state[mask] for state, mask in zip(states, taught, strict=True)])  # [m, H]
-    loss, each, greedy = SoftCrossEntropy.apply(hidden, drafter.lm_head.weight, batch.last_hidden, head, row, scale)
+    given = hidden, drafter.lm_head.weight, batch.last_hidden, head, row, scale
+    loss, each, greedy = FusedLoss.apply(*given, kind)
 
     metrics, prefix = Metrics.zero(steps, each.device), torch.zeros_like(batch.input_ids)
     alive = torch.ones_like(batch.loss_mask)  # [N]: right at every step so far
@@ -122,16 +140,23 @@ def ttt_loss(
     return loss, metrics, prefix
 
 
-class SoftCrossEntropy(torch.autograd.Function):
-    """sum(scale * cross entropy) of draft logits against target rows, with the gradients computed chunk by chunk.
+class FusedLoss(torch.autograd.Function):
+    """sum(scale * loss) of draft logits against target rows, with the gradients computed chunk by chunk.
 
     hidden [m, H] (normed), weight [Vd, H], target_hidden [R, H], target_head [Vd, H]; row [m]: the target row of each
-    slot, scale [m]. Also returns each slot's cross entropy [m] and greedy draft id [m], without gradient.
+    slot, scale [m], `kind` of loss. Also returns each slot's loss [m] and greedy draft id [m], without gradient.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, target_hidden: Tensor, target_head: Tensor, row: Tensor, scale: Tensor
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        target_hidden: Tensor,
+        target_head: Tensor,
+        row: Tensor,
+        scale: Tensor,
+        kind: str,
     ) -> tuple[Tensor, Tensor, Tensor]:
         order = row.argsort(stable=True)  # slots of one target row together: each target row is computed once
         used, first = row[order].unique_consecutive(return_counts=True)  # [u], [u]
@@ -140,18 +165,17 @@ class SoftCrossEntropy(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         start = 0
-        for rows, repeats in zip(used.split(_chunk(weight)), first.split(_chunk(weight)), strict=True):
+        most = max(1, _chunk(weight) // max(first.tolist(), default=1))  # target rows of a chunk of slots
+        for rows, repeats in zip(used.split(most), first.split(most), strict=True):
             at = order[start : start + int(repeats.sum())]  # [c]
             start += len(at)
             goal = (target_hidden[rows] @ target_head.T).to(each.dtype).softmax(-1)  # [u, Vd]
             goal = goal.repeat_interleave(repeats, dim=0)  # [c, Vd]
             h = hidden[at]  # [c, H]
             logits = (h @ weight.T).to(each.dtype)  # [c, Vd]
-            norm = logits.logsumexp(-1)  # [c]
-            greedy[at] = logits.argmax(-1)
-            each[at] = norm - torch.linalg.vecdot(goal, logits)
+            each[at], greedy[at], grad = _slot_losses(kind, goal, logits)
             if grad_hidden is not None and grad_weight is not None:
-                grad = logits.sub_(norm[:, None]).exp_().sub_(goal).mul_(scale[at, None]).to(h.dtype)  # [c, Vd]
+                grad = grad.mul_(scale[at, None]).to(h.dtype)  # [c, Vd]
                 grad_hidden[at] = (grad @ weight).to(hidden.dtype)
                 grad_weight += grad.T @ h
         ctx.save_for_backward(grad_hidden, grad_weight)
@@ -161,16 +185,55 @@ class SoftCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         grad_hidden, grad_weight = ctx.saved_tensors
-        return grad * grad_hidden, grad * grad_weight, None, None, None, None
+        return grad * grad_hidden, grad * grad_weight, None, None, None, None, None
 
 
-def eager_cross_entropy(
-    hidden: Tensor, weight: Tensor, target_hidden: Tensor, target_head: Tensor, row: Tensor, scale: Tensor
+def _slot_losses(kind: str, goal: Tensor, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Each slot's loss [c], its likeliest draft id [c], and its loss's gradient by the logits [c, Vd].
+
+    goal [c, Vd] is p; `logits` [c, Vd] are overwritten, step by step, so that few tensors of that size exist.
+    """
+    top, greedy = logits.max(-1, keepdim=True)  # [c, 1] each
+    logits.sub_(top)
+    expected = torch.linalg.vecdot(goal, logits)[:, None]  # [c, 1]
+    total = logits.exp_().sum(-1, keepdim=True)  # [c, 1]
+    cross = total.log() - expected  # [c, 1]
+    draft = logits.div_(total)  # [c, Vd]: q
+    if kind == "soft_ce":
+        return cross[:, 0], greedy[:, 0], draft.sub_(goal)
+    overlap = torch.minimum(goal, draft).sum(-1, keepdim=True)  # [c, 1]
+    below = draft * (draft < goal)  # [c, Vd]: only these tokens' q are in the overlap
+    rise = below - draft * below.sum(-1, keepdim=True)  # [c, Vd]: the overlap's gradient
+    if kind == "lk_alpha":
+        overlap = overlap.clamp(min=torch.finfo(overlap.dtype).tiny)
+        return -overlap[:, 0].log(), greedy[:, 0], rise.div_(-overlap)
+    w = (-LK_DECAY * overlap).exp()  # [c, 1]
+    divergence = cross - torch.special.entr(goal).sum(-1, keepdim=True)  # [c, 1]
+    each = w * divergence + (1 - w) * (1 - overlap)  # [c, 1]
+    return each[:, 0], greedy[:, 0], draft.sub_(goal).mul_(w).sub_(rise.mul_(1 - w))
+
+
+def eager_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    target_hidden: Tensor,
+    target_head: Tensor,
+    row: Tensor,
+    scale: Tensor,
+    kind: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The definition of `SoftCrossEntropy`."""
+    """The definition of `FusedLoss`."""
     goal = (target_hidden @ target_head.T).softmax(-1)[row]  # [m, Vd]
     logits = hidden @ weight.T  # [m, Vd]
-    each = -(goal * logits.log_softmax(-1)).sum(-1)  # [m]
+    log_draft = logits.log_softmax(-1)  # [m, Vd]
+    overlap = torch.minimum(goal, log_draft.exp()).sum(-1)  # [m]
+    if kind == "soft_ce":
+        each = -(goal * log_draft).sum(-1)  # [m]
+    elif kind == "lk_alpha":
+        each = -overlap.log()  # [m]
+    else:
+        w = (-LK_DECAY * overlap.detach()).exp()  # [m]
+        each = w * (goal * (goal.log() - log_draft)).sum(-1) + (1 - w) * (1 - overlap)  # [m]
     return (each * scale).sum(), each, logits.argmax(-1)
 
 

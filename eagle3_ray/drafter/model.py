@@ -211,7 +211,7 @@ class Drafter(nn.Module):
         positions = all_slots - bounds[:-1].repeat_interleave(bounds.diff())  # [N]
         hidden = self.fc(batch.aux)  # [N, H]
         x = layer.inputs(self.embed_tokens(batch.ahead(batch.input_ids, all_slots, 1)), hidden)  # [N, 2H]
-        context = [t.split(batch.lengths) for t in layer.self_attn.key_value(x, positions)]  # of [T, kv, d] a sample
+        key, value = layer.self_attn.key_value(x, positions)  # [N, kv, d] each
         own: list[tuple[Tensor, Tensor]] = []  # of [n, kv, d]: this slot's keys and values of steps 1..k
         outputs = []
         for step, here in enumerate(slots):
@@ -219,34 +219,15 @@ class Drafter(nn.Module):
             hidden = hidden[kept]  # [n, H]
             if step:
                 x = layer.inputs(self.embed_tokens(batch.ahead(batch.input_ids, here, 1 + step)), hidden)  # [n, 2H]
-                own = [(key[kept], value[kept]) for key, value in own] if step > 1 else []
+                own = [(k[kept], v[kept]) for k, v in own]
                 own.append(layer.self_attn.key_value(x, positions[here] + step))
             else:
                 x = x[here]  # [n, 2H]
             query = layer.self_attn.query(x, positions[here] + step)  # [n, h, d]
-            attended = _by_sample(attention, query, here, context, own, bounds)  # [n, h*d]
+            attended = attention(query, here, key, value, own, bounds)  # [n, h*d]
             hidden = layer.outputs(hidden, attended)  # [n, H]
             normed = self.norm(hidden)  # [n, H]
             outputs.append(normed)
             if self.config.norm_output:
                 hidden = normed
         return outputs
-
-
-def _by_sample(
-    attention: Callable[..., Tensor],
-    query: Tensor,
-    slots: Tensor,
-    context: list[tuple[Tensor, ...]],
-    own: list[tuple[Tensor, Tensor]],
-    bounds: Tensor,
-) -> Tensor:
-    """`attention` over each sample alone: nothing is padded and no score crosses samples. [n, h*d]"""
-    counts = torch.searchsorted(slots, bounds).diff().tolist()  # slots a sample
-    own_key = [key.split(counts) for key, _ in own]
-    own_value = [value.split(counts) for _, value in own]
-    out = []
-    for sample, (q, s, start) in enumerate(zip(query.split(counts), slots.split(counts), bounds[:-1], strict=True)):
-        mine = [(key[sample], value[sample]) for key, value in zip(own_key, own_value, strict=True)]
-        out.append(attention(q, s - start, context[0][sample], context[1][sample], mine))
-    return torch.cat(out)

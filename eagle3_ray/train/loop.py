@@ -50,7 +50,8 @@ class Training:
         _sum(counts)
         for batch, goal in prepared:
             with torch.autocast(self.device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16):
-                loss, sums, _ = ttt_loss(self.drafter, batch, goal, self.draft_head, counts)
+                given = self.drafter, batch, goal, self.draft_head, counts
+                loss, sums, _ = ttt_loss(*given, self.config.loss, self.config.step_decay)
             loss.backward()
             metrics += sums
         norm = self._update()
