@@ -26,7 +26,8 @@ from eagle3_ray.drafter.loss import (
     ttt_loss,
     walk,
 )
-from eagle3_ray.drafter.model import Batch, Drafter, drafter_config, valid_slots
+from eagle3_ray.drafter.model import Batch, Drafter, valid_slots
+from eagle3_ray.drafter.shape import drafter_config
 from eagle3_ray.drafter.target import TargetPieces, initialise, load_pieces
 from eagle3_ray.drafter.vocabulary import count_tokens, coverage, draft_vocabulary, end_tokens
 from eagle3_ray.store.shards import Response

@@ -34,7 +34,8 @@ from eagle3_ray.config import (
     TrainConfig,
 )
 from eagle3_ray.drafter.checkpoint import load
-from eagle3_ray.drafter.model import Drafter, drafter_config
+from eagle3_ray.drafter.model import Drafter
+from eagle3_ray.drafter.shape import drafter_config
 from eagle3_ray.drafter.target import TargetPieces, initialise
 from eagle3_ray.drafter.vocabulary import count_tokens, draft_vocabulary
 from eagle3_ray.store.cache import Cache

@@ -12,7 +12,8 @@ from torch import Tensor
 
 
 def attend(query: Tensor, slots: Tensor, key: Tensor, value: Tensor, own: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """One sample. query [n, h, d] at `slots` [n]; key, value [T, kv, d] of step 0; own: a ([n, kv, d], same) a step."""
+    """One sample: [n, h*e]. query [n, h, d] at `slots` [n]; key [T, kv, d], value [T, kv, e] of step 0;
+    own: a ([n, kv, d], [n, kv, e]) a step."""
     (n, heads, d), (length, kv, _) = query.shape, key.shape
     group = heads // kv
     query = query.view(n, kv, group, d) * d**-0.5  # [n, kv, g, d]
@@ -24,22 +25,22 @@ def attend(query: Tensor, slots: Tensor, key: Tensor, value: Tensor, own: list[t
         own_key = torch.stack([k for k, _ in own], dim=1)  # [n, k, kv, d]
         scores = torch.cat([scores, torch.einsum("nagd,nkad->agnk", query, own_key)], dim=-1)  # [kv, g, n, T+k]
     weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(value.dtype)
-    out = weights[..., :length].reshape(kv, group * n, length) @ value.transpose(0, 1)  # [kv, g*n, d]
-    out = out.view(kv, group, n, d)
+    out = weights[..., :length].reshape(kv, group * n, length) @ value.transpose(0, 1)  # [kv, g*n, e]
+    out = out.view(kv, group, n, value.shape[-1])
     if own:
-        own_value = torch.stack([v for _, v in own], dim=1)  # [n, k, kv, d]
+        own_value = torch.stack([v for _, v in own], dim=1)  # [n, k, kv, e]
         out = out + torch.einsum("agnk,nkad->agnd", weights[..., length:], own_value)
-    return out.permute(2, 0, 1, 3).reshape(n, heads * d)  # [n, h*d]
+    return out.permute(2, 0, 1, 3).reshape(n, heads * value.shape[-1])  # [n, h*e]
 
 
 def eager(query: Tensor, slots: Tensor, key: Tensor, value: Tensor, own: list[tuple[Tensor, Tensor]]) -> Tensor:
     """The definition of `attend`: every key of every step in one row, and a dense mask."""
     (n, heads, d), (length, kv, _) = query.shape, key.shape
     keys = torch.cat([key, *(k for k, _ in own)]).repeat_interleave(heads // kv, dim=1)  # [T + k*n, h, d]
-    values = torch.cat([value, *(v for _, v in own)]).repeat_interleave(heads // kv, dim=1)  # [T + k*n, h, d]
+    values = torch.cat([value, *(v for _, v in own)]).repeat_interleave(heads // kv, dim=1)  # [T + k*n, h, e]
     causal = torch.arange(length, device=slots.device) <= slots[:, None]  # [n, T]
     itself = torch.eye(n, dtype=torch.bool, device=slots.device)  # [n, n]
     seen = torch.cat([causal, *[itself] * len(own)], dim=-1)  # [n, T + k*n]
     scores = torch.einsum("nhd,mhd->hnm", query, keys) * d**-0.5  # [h, n, T + k*n]
     weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)  # [h, n, T + k*n]
-    return torch.einsum("hnm,mhd->nhd", weights, values).reshape(n, heads * d)  # [n, h*d]
+    return torch.einsum("hnm,mhd->nhd", weights, values).flatten(1)  # [n, h*e]
