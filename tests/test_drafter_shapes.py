@@ -71,7 +71,7 @@ def drafter_of(name: str, dtype: torch.dtype = torch.float64, seed: int = 0) -> 
     return drafter.to(dtype)
 
 
-def documents(lengths: tuple[int, ...] = (13, 10), seed: int = 1) -> Batch:
+def documents(lengths: tuple[int, ...] = (17, 12), seed: int = 1) -> Batch:
     """Documents end to end; the first has two responses."""
     generator = torch.Generator().manual_seed(seed)
     total = sum(lengths)
@@ -168,7 +168,7 @@ def test_latent_attention_is_that_of_transformers_with_a_cache(rope: str):
         places = torch.arange(9)
         key, value = ours.key_value(x[0], places)
         got = attend(ours.query(x[0], places), places, key, value, [])
-    torch.testing.assert_close(got, torch.stack(outputs), atol=1e-12, rtol=1e-9)
+    torch.testing.assert_close(got, torch.stack(outputs), atol=2e-6, rtol=0)  # its softmax is in float32
 
 
 # ---------------------------------------------------------------- settings
@@ -190,6 +190,7 @@ def test_a_setting_changes_the_names_that_sglang_loads():
     second = {name.replace(".0.", ".1.") for name in first} - {"layers.1.input_layernorm.weight"}
     assert {name for name in two if name.startswith("layers")} == first | second
     parts = ("q_a_proj", "q_a_layernorm", "q_b_proj", "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "o_proj")
+    assert names(hidden_size=48) == names(intermediate_size=48) == plain  # these change widths alone
     latent = {name for name in names(attention="mla") if ".self_attn." in name}
     assert latent == {f"midlayer.self_attn.{part}.weight" for part in parts}
 
@@ -202,7 +203,7 @@ def test_a_drafter_of_another_width_trains_its_own_embedding():
     assert other.fc.weight.shape == (48, BOUNDARIES * 32)
     pieces = TargetPieces(torch.randn(VOCAB, 32), torch.randn(VOCAB, 32), torch.rand(32))
     initialise(other, pieces, seed=0)
-    assert other.embed_tokens.weight.std() == pytest.approx(0.02, rel=0.1)
+    assert other.embed_tokens.weight.std().item() == pytest.approx(0.02, rel=0.1)
 
 
 @pytest.mark.parametrize("name", ["fc_norm", "norm_before_fc", "two layers", "mla 3.1"])
@@ -212,7 +213,7 @@ def test_every_shape_starts_as_the_target_without_its_upper_layers(name: str):
     table, head = torch.randn(2, VOCAB, 32, generator=generator)
     initialise(drafter, TargetPieces(table, head, torch.rand(32, generator=generator) + 1), seed=0)
     drafter.double()
-    state = drafter(batch, [torch.arange(23)])[0]
+    state = drafter(batch, [torch.arange(29)])[0]
     top = batch.aux[:, -32:]
     expected = top / top.pow(2).mean(-1, keepdim=True).sqrt() * drafter.norm.weight  # norms before fc only scale it
     torch.testing.assert_close(state, expected, atol=1e-4, rtol=1e-4)
@@ -270,7 +271,7 @@ def test_every_shape_survives_export(name: str, tmp_path: Path):
         ("plain", "fc_norm", True, "fc_norm.0.weight is missing .*fc_norm is True"),
         ("two layers", "num_hidden_layers", 1, "num_hidden_layers is 1"),
         ("plain", "num_hidden_layers", 2, "num_hidden_layers is 2"),
-        ("plain", "intermediate_size", 48, r"mlp.down_proj.weight is \[32, 40\]; config.json asks for \[32, 48\]"),
+        ("plain", "intermediate_size", 48, r"mlp.gate_proj.weight is \[40, 32\]; config.json asks for \[48, 32\]"),
     ],
 )
 def test_flags_and_weights_that_differ_are_refused(name: str, flag: str, value: Any, said: str, tmp_path: Path):

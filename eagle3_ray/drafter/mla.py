@@ -14,30 +14,28 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import DeepseekV3Config
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from eagle3_ray.drafter.gqa import RMSNorm
 
 
 class LatentAttention(nn.Module):
-    """Projections and RoPE. `width` is that of its input, 2H."""
+    """Projections and RoPE, in the sizes of a DeepseekV3Config. `width` is that of its input, 2H."""
 
-    def __init__(self, config: DeepseekV3Config, width: int) -> None:
+    def __init__(self, config: Any, width: int) -> None:
         super().__init__()
-        heads, latent, eps = config.num_attention_heads, config.kv_lora_rank, config.rms_norm_eps
-        nope, rope, value = config.qk_nope_head_dim, config.qk_rope_head_dim, int(config.v_head_dim or 0)
-        query = int(config.q_lora_rank or 0)
+        heads, query, latent = config.num_attention_heads, config.q_lora_rank, config.kv_lora_rank
+        nope, rope, value = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
         self.heads, self.key_parts, self.value_parts = heads, (nope, rope), (nope, value)
         self.q_a_proj = nn.Linear(width, query, bias=False)
-        self.q_a_layernorm = RMSNorm(query, eps)
+        self.q_a_layernorm = RMSNorm(query, config.rms_norm_eps)
         self.q_b_proj = nn.Linear(query, heads * (nope + rope), bias=False)
         self.kv_a_proj_with_mqa = nn.Linear(width, latent + rope, bias=False)
-        self.kv_a_layernorm = RMSNorm(latent, eps)
+        self.kv_a_layernorm = RMSNorm(latent, config.rms_norm_eps)
         self.kv_b_proj = nn.Linear(latent, heads * (nope + value), bias=False)
         self.o_proj = nn.Linear(heads * value, config.hidden_size, bias=False)
         self.rotary = LlamaRotaryEmbedding(config)  # of config.head_dim, which is the rotated part's width
-        self.sharpness = sharpness(config.rope_parameters or {})
+        self.sharpness = sharpness(config.rope_parameters)
 
     def query(self, x: Tensor, positions: Tensor) -> Tensor:  # [n, 2H], [n] -> [n, h, nope + rope]
         query = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x))).unflatten(-1, (self.heads, -1))

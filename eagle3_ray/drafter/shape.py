@@ -60,9 +60,9 @@ def drafter_config(
         pad_token_id=None,
     )
     if settings.attention == "mla":
+        shared |= {name: int(target[name]) for name in MLA_SIZES}
         return DeepseekV3Config(
             **shared,
-            **{name: int(target[name]) for name in MLA_SIZES},
             architectures=[MLA],
             num_key_value_heads=heads,
             rope_interleave=True,
