@@ -31,7 +31,8 @@ from torch import Tensor
 
 from eagle3_ray.config import DrafterConfig, TrainConfig
 from eagle3_ray.drafter.loss import target_argmax, targets, ttt_loss
-from eagle3_ray.drafter.model import Drafter, drafter_config
+from eagle3_ray.drafter.model import Drafter
+from eagle3_ray.drafter.shape import drafter_config
 from eagle3_ray.store.shards import Features, target_rows
 from eagle3_ray.train.features import batches
 from eagle3_ray.train.loop import Training

@@ -14,6 +14,8 @@ COMPRESSIONS = ("none", "zstd")
 ENGINES = ("sglang", "transformers")
 LOSSES = ("soft_ce", "lk_alpha", "lk_lambda")
 LAYOUTS = ("specforge", "speculators")
+ATTENTIONS = ("gqa", "mla")
+MLA_SIZES = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
 
 class ConfigError(ValueError):
@@ -117,10 +119,15 @@ class DrafterConfig:
     """The small model's shape; None takes the target's value."""
 
     draft_vocab_size: int = 32000
+    attention: str = "gqa"  # gqa | mla: latent attention in the target's sizes (DeepSeek, Kimi)
+    num_hidden_layers: int = 1
+    hidden_size: int | None = None  # of another width than the target's, it trains an embedding of its own
     intermediate_size: int | None = None
     num_attention_heads: int | None = None
     num_key_value_heads: int | None = None
     head_dim: int | None = None
+    norm_before_fc: bool = False  # one norm over all boundaries' states together, before fc
+    fc_norm: bool = False  # EAGLE-3.1: a norm for each boundary's state, before fc
     norm_output: bool = False  # EAGLE-3.1: the normed output is fed back, in training and in SGLang alike
 
 
@@ -148,18 +155,46 @@ class TrainConfig:
     max_failures: int = 3  # worker deaths that are survived
 
 
-def check_drafter(settings: DrafterConfig, target: dict[str, Any]) -> None:
-    """ConfigError unless a drafter of this shape can be made for the target with this text config."""
-    hidden = int(target["hidden_size"])
+def check_drafter(settings: DrafterConfig, target: dict[str, Any], num_aux: int) -> None:
+    """ConfigError unless SGLang serves a drafter of this shape for the target with this text config.
+
+    `num_aux` is the number of boundaries.
+    """
+    if num_aux < 2:
+        raise ConfigError(f"capture.boundaries: {num_aux} given; SGLang applies fc only to two or more")
+    if settings.attention not in ATTENTIONS:
+        raise ConfigError(f"drafter.attention: {settings.attention!r} is none of {', '.join(ATTENTIONS)}")
+    if settings.num_hidden_layers < 1:
+        raise ConfigError(f"drafter.num_hidden_layers: {settings.num_hidden_layers} is less than 1")
+    hidden = settings.hidden_size or int(target["hidden_size"])
+    if hidden == num_aux * int(target["hidden_size"]):  # SGLang knows projected states by their width
+        raise ConfigError(
+            f"drafter.hidden_size: {hidden} is the width of {num_aux} boundaries together, for which SGLang skips fc"
+        )
     heads = settings.num_attention_heads or int(target["num_attention_heads"])
-    kv_heads = settings.num_key_value_heads or int(target.get("num_key_value_heads") or heads)
-    head_dim = settings.head_dim or target.get("head_dim") or hidden // heads
     if hidden % heads:
         raise ConfigError(f"drafter.num_attention_heads: {heads} does not divide the hidden size {hidden}")
+    if settings.attention == "mla":
+        return _check_mla(settings, target)
+    kv_heads = settings.num_key_value_heads or int(target.get("num_key_value_heads") or heads)
+    head_dim = settings.head_dim or target.get("head_dim") or hidden // heads
     if heads % kv_heads:
         raise ConfigError(f"drafter.num_key_value_heads: {kv_heads} does not divide {heads} attention heads")
     if head_dim % 2:
         raise ConfigError(f"drafter.head_dim: {head_dim} is odd; RoPE needs an even one")
+
+
+def _check_mla(settings: DrafterConfig, target: dict[str, Any]) -> None:
+    missing = [name for name in MLA_SIZES if not target.get(name)]
+    if missing:
+        raise ConfigError(f"drafter.attention: 'mla' takes its sizes from the target, which has no {missing[0]}")
+    if settings.num_hidden_layers != 1:
+        raise ConfigError(
+            f"drafter.num_hidden_layers: {settings.num_hidden_layers}, but SGLang's MLA drafter has one layer"
+        )
+    for name in ("num_key_value_heads", "head_dim", "norm_before_fc"):
+        if getattr(settings, name):
+            raise ConfigError(f"drafter.{name}: {getattr(settings, name)}, but SGLang's MLA drafter has no such thing")
 
 
 # What changes how training runs, but not what comes of it

@@ -96,7 +96,7 @@ def open_run(config: Config) -> Run:
         config.target.revision = folder.name  # the commit; all nodes and later runs must load the same
     model = text_config(target_config(folder))
     spec = capture_spec(config, model)
-    check_drafter(config.drafter, model)
+    check_drafter(config.drafter, model, len(spec.boundaries))
     vocabulary = int(model_value(model, "vocab_size"))
     if config.drafter.draft_vocab_size > vocabulary:
         raise ConfigError(

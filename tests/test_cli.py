@@ -56,6 +56,9 @@ FAULTS = [
     ("train.step_decay=1.5", "train.step_decay: 1.5"),
     ("capture.boundaries=[2]", "capture.boundaries"),
     ("drafter.num_attention_heads=7", "drafter.num_attention_heads"),
+    ("drafter.attention=mla", "drafter.attention"),
+    ("drafter.num_hidden_layers=0", "drafter.num_hidden_layers"),
+    ("drafter.hidden_size=1728", "drafter.hidden_size"),
     ("+engine.args.pp_size=2", "pp_size"),
     ("+engine.args.enable_two_batch_overlap=true", "enable_two_batch_overlap"),
 ]

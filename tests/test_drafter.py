@@ -12,6 +12,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, rotate_half
 
 from eagle3_ray.config import ConfigError, DrafterConfig, TargetConfig
 from eagle3_ray.drafter.attention import attend, eager
@@ -24,7 +26,8 @@ from eagle3_ray.drafter.loss import (
     ttt_loss,
     walk,
 )
-from eagle3_ray.drafter.model import Batch, Drafter, drafter_config, valid_slots
+from eagle3_ray.drafter.model import Batch, Drafter, valid_slots
+from eagle3_ray.drafter.shape import drafter_config
 from eagle3_ray.drafter.target import TargetPieces, initialise, load_pieces
 from eagle3_ray.drafter.vocabulary import count_tokens, coverage, draft_vocabulary, end_tokens
 from eagle3_ray.store.shards import Response
@@ -297,6 +300,8 @@ YARN = {"type": "yarn", "factor": 16.0, "original_max_position_embeddings": 256,
         YARN,
         {**YARN, "mscale": 1.0, "mscale_all_dim": 0.5, "attention_factor": 3.0},
         {"rope_type": "default", "mrope_section": [2, 3, 3]},
+        {**YARN, "mscale": 0.7, "mscale_all_dim": 0.0},
+        {"type": "dynamic", "factor": 4.0},
         {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8},
         {"full_attention": {"rope_type": "default", "rope_theta": 7e4}, "sliding_attention": {"rope_type": "default"}},
     ],
@@ -324,6 +329,29 @@ def test_rope_of_the_exported_config_is_the_same_in_sglang(
     served, _ = rope.forward_native(positions, x.clone(), x.clone())
     trained = drafter.midlayer.self_attn._rotate(x, positions).flatten(1)
     torch.testing.assert_close(trained, served.view(6, 96), atol=2e-4, rtol=1e-4)
+
+
+def test_rope_types_that_are_left_out_are_read_in_two_ways(monkeypatch: pytest.MonkeyPatch):
+    factory = pytest.importorskip("sglang.srt.layers.rotary_embedding.factory")
+    monkeypatch.setattr("sglang.srt.layers.rotary_embedding.base._is_cpu", True)
+    x = torch.randn(2, 16, generator=torch.Generator().manual_seed(0))
+
+    def served(scaling: dict[str, Any], positions: list[int]) -> Tensor:
+        rope = factory.get_rope(16, 16, 4096, 1e4, True, {"rope_theta": 1e4, **scaling}, torch.float32)
+        turn = getattr(rope, "forward_native", rope.forward)
+        return turn(torch.tensor(positions), x.clone(), x.clone())[0].flatten()
+
+    dynamic = {"rope_type": "dynamic", "factor": 4.0}
+    config = LlamaConfig(head_dim=16, max_position_embeddings=4096, rope_parameters={"rope_theta": 1e4, **dynamic})
+    cos, sin = LlamaRotaryEmbedding(config)(x, torch.tensor([[1, 100]]))
+    trained = (x * cos[0] + rotate_half(x) * sin[0]).flatten()
+    torch.testing.assert_close(trained, served({"rope_type": "default"}, [1, 100]), atol=1e-4, rtol=1e-4)
+    assert not torch.allclose(trained, served(dynamic, [1, 100]), atol=1e-2)
+
+    longrope = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    longrope["original_max_position_embeddings"] = 1024
+    alone, beside_a_long_one = (served(longrope, [100, other])[:16] for other in (100, 2000))
+    assert not torch.allclose(alone, beside_a_long_one, atol=1e-2)
 
 
 # ---------------------------------------------------------------- vocabulary

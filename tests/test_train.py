@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save, save_file
 
 from eagle3_ray.config import (
     CaptureConfig,
@@ -34,7 +34,8 @@ from eagle3_ray.config import (
     TrainConfig,
 )
 from eagle3_ray.drafter.checkpoint import load
-from eagle3_ray.drafter.model import Drafter, drafter_config
+from eagle3_ray.drafter.model import Drafter
+from eagle3_ray.drafter.shape import drafter_config
 from eagle3_ray.drafter.target import TargetPieces, initialise
 from eagle3_ray.drafter.vocabulary import count_tokens, draft_vocabulary
 from eagle3_ray.store.cache import Cache
@@ -60,7 +61,17 @@ TARGET = {
     "max_position_embeddings": 256,
     "tie_word_embeddings": True,
     "eos_token_id": 1,
+    "q_lora_rank": 12,
+    "kv_lora_rank": 8,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 5,
 }
+SHAPES = [
+    DrafterConfig(num_hidden_layers=2, norm_before_fc=True, fc_norm=True, norm_output=True),
+    DrafterConfig(hidden_size=24),
+    DrafterConfig(attention="mla"),
+]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -101,8 +112,9 @@ def sample(number: int) -> Features:
     return Features(f"s{number}", ids, mask, aux, last_hidden, rows)
 
 
-def training(**changes: Any) -> Training:
-    drafter = Drafter(drafter_config(DrafterConfig(), TARGET, num_aux=3, draft_vocab_size=32), torch.arange(32))
+def training(shape: DrafterConfig | None = None, **changes: Any) -> Training:
+    config = drafter_config(shape or DrafterConfig(), TARGET, num_aux=3, draft_vocab_size=32)
+    drafter = Drafter(config, torch.arange(32))
     initialise(drafter, pieces(), seed=0)
     return Training(settings(**changes), drafter, pieces().head, torch.device("cpu"))
 
@@ -174,6 +186,25 @@ def run(trainer: Training, steps: int, consumed: int = 0) -> list[list[float]]:
 def test_training_learns():
     losses = run(training(), 20)
     assert sum(losses[-1]) < 0.7 * sum(losses[0])
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=["two layers, norms", "own width", "mla"])
+def test_every_shape_learns_and_is_exported(shape: DrafterConfig, tmp_path: Path):
+    trainer = training(shape)
+    before = {name: tensor.clone() for name, tensor in trainer.weights().items()}
+    losses = run(trainer, 20)
+    assert sum(losses[-1]) < 0.95 * sum(losses[0])  # the one of its own width starts from nothing
+    weights = trainer.weights()
+    assert ("embed_tokens.weight" in weights) == (shape.hidden_size is not None)
+    changed = {name for name in weights if not torch.equal(weights[name], before[name])}
+    assert changed == weights.keys() - {"d2t", "t2d"}
+    config, features = stage(tmp_path)
+    features.files.write("d/weights/model.safetensors", save(weights))
+    features.files.write("d/weights/config.json", json.dumps(trainer.drafter.config.to_dict()).encode())
+    export_drafter(config, features.files, "d", [1, 3, 5], tmp_path / "out", "float32")
+    exported = load(tmp_path / "out").state_dict()
+    for name, tensor in ({"embed_tokens.weight": pieces().embedding} | weights).items():
+        assert torch.equal(exported[name], tensor), name
 
 
 def test_micro_batches_change_nothing():

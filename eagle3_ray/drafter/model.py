@@ -1,11 +1,13 @@
-"""The EAGLE-3 drafter, with the shape and the parameter names that SGLang's `LlamaForCausalLMEagle3` loads.
+"""The EAGLE-3 drafter, with the shapes and the parameter names of the two classes that SGLang serves:
+`LlamaForCausalLMEagle3` (gqa.py) and `Eagle3DeepseekV2ForCausalLM` (mla.py). shape.py makes their config.
 
 Training-time test (TTT) runs the drafter several steps ahead of every slot, as serving does. Step k at slot i takes the
-token x_{i+1+k} and a hidden state: fc(aux_i) at step 0, its own previous output after that. A slot sees the step-0 keys
-j <= i of its sample and its own keys of steps 1..k; its RoPE position is i + k.
+token x_{i+1+k} and a hidden state: the projected aux_i at step 0, its own previous output after that. In each layer a
+slot sees the step-0 keys j <= i of its sample and its own keys of steps 1..k; its RoPE position is i + k.
 
-Samples lie end to end, without padding. Only the step-0 keys and values are needed at every slot; all else is computed
-at the slots that the caller names for each step, which in training are those that serving would draft from.
+Samples lie end to end, without padding. What is needed at every slot is the step-0 keys and values of each layer, so
+the step-0 outputs of all layers but the last; all else is computed at the slots that the caller names for each step,
+which in training are those that serving would draft from.
 """
 
 from __future__ import annotations
@@ -16,70 +18,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRotaryEmbedding, rotate_half
+from transformers import PreTrainedConfig
+from transformers.models.llama.modeling_llama import LlamaMLP
 
-from eagle3_ray.config import ConfigError, DrafterConfig, check_drafter
 from eagle3_ray.drafter.attention import attend
-
-# The RoPE settings that transformers and SGLang read alike (tests compare their tables). A target with another type
-# gets plain RoPE for its drafter, which has no positions to inherit: training and serving only have to agree.
-ROPE_KEYS: dict[str, tuple[str, ...]] = {
-    "default": (),
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-    "yarn": ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
-    + ("truncate",),
-}
-
-
-def drafter_config(settings: DrafterConfig, target: dict[str, Any], num_aux: int, draft_vocab_size: int) -> LlamaConfig:
-    """The drafter's config.json, whole but for the layer ids: `target` is the target's text config."""
-    if num_aux < 2:
-        raise ConfigError(f"capture.boundaries: {num_aux} given; SGLang applies fc only to two or more")
-    check_drafter(settings, target)
-    hidden = int(target["hidden_size"])
-    heads = settings.num_attention_heads or int(target["num_attention_heads"])
-    kv_heads = settings.num_key_value_heads or int(target.get("num_key_value_heads") or heads)
-    head_dim = settings.head_dim or target.get("head_dim") or hidden // heads
-    config: dict[str, Any] = dict(
-        architectures=["LlamaForCausalLMEagle3"],
-        vocab_size=int(target["vocab_size"]),
-        draft_vocab_size=draft_vocab_size,
-        hidden_size=hidden,
-        target_hidden_size=hidden,
-        num_aux_hidden_states=num_aux,
-        intermediate_size=settings.intermediate_size or int(target["intermediate_size"]),
-        num_hidden_layers=1,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=head_dim,
-        hidden_act="silu",
-        rms_norm_eps=float(target.get("rms_norm_eps") or 1e-5),
-        max_position_embeddings=int(target.get("max_position_embeddings") or 8192),
-        rope_parameters=_rope(target),
-        norm_output=settings.norm_output,
-        attention_bias=False,
-        mlp_bias=False,
-        tie_word_embeddings=False,
-        bos_token_id=target.get("bos_token_id"),
-        eos_token_id=target.get("eos_token_id"),
-        pad_token_id=None,
-    )
-    return LlamaConfig(**config)
-
-
-def _rope(target: dict[str, Any]) -> dict[str, Any]:
-    rope = target.get("rope_parameters") or target.get("rope_scaling") or {}
-    rope = rope.get("full_attention", rope)  # one entry a layer type: a drafter's layer attends to all
-    theta = rope.get("rope_theta") or target.get("rope_theta") or 10000.0
-    kind = rope.get("rope_type") or rope.get("type") or "default"
-    if kind not in ROPE_KEYS:
-        kind = "default"
-    kept = {key: rope[key] for key in ROPE_KEYS[kind] if rope.get(key) is not None}
-    if "original_max_position_embeddings" in ROPE_KEYS[kind]:
-        kept.setdefault("original_max_position_embeddings", target["max_position_embeddings"])
-    return {"rope_type": kind, "rope_theta": float(theta), **kept}
+from eagle3_ray.drafter.gqa import GroupedAttention, RMSNorm
+from eagle3_ray.drafter.mla import LatentAttention
+from eagle3_ray.drafter.shape import is_mla
 
 
 @dataclass
@@ -125,51 +70,21 @@ def valid_slots(batch: Batch, steps: int) -> list[Tensor]:
     return valid
 
 
-class RMSNorm(nn.RMSNorm):
-    """Computes in its input's dtype, as in serving; torch's own falls back to slow pieces where weights are float32."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
-
-
-class Attention(nn.Module):
-    """Projections and RoPE; takes the embedding and the hidden state side by side (2H)."""
-
-    def __init__(self, config: LlamaConfig) -> None:
-        super().__init__()
-        self.head_dim = int(config.head_dim or 0)
-        query, kv = config.num_attention_heads * self.head_dim, int(config.num_key_value_heads or 0) * self.head_dim
-        self.q_proj = nn.Linear(2 * config.hidden_size, query, bias=False)
-        self.k_proj = nn.Linear(2 * config.hidden_size, kv, bias=False)
-        self.v_proj = nn.Linear(2 * config.hidden_size, kv, bias=False)
-        self.o_proj = nn.Linear(query, config.hidden_size, bias=False)
-        self.rotary = LlamaRotaryEmbedding(config)
-
-    def query(self, x: Tensor, positions: Tensor) -> Tensor:  # [n, 2H], [n] -> [n, h, d]
-        return self._rotate(self.q_proj(x), positions)
-
-    def key_value(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:  # [n, 2H], [n] -> 2 x [n, kv, d]
-        return self._rotate(self.k_proj(x), positions), self.v_proj(x).unflatten(-1, (-1, self.head_dim))
-
-    def _rotate(self, x: Tensor, positions: Tensor) -> Tensor:
-        x = x.unflatten(-1, (-1, self.head_dim))  # [n, h, d]
-        cos, sin = (table[0, :, None] for table in self.rotary(x, positions[None]))  # [n, 1, d]
-        return x * cos + rotate_half(x) * sin
-
-
 class Layer(nn.Module):
-    """The one decoder layer."""
+    """A decoder layer. The first one takes embedding and hidden state side by side, further ones the hidden state."""
 
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, config: Any, first: bool) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = Attention(config)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        hidden, eps = config.hidden_size, config.rms_norm_eps
+        self.input_layernorm = RMSNorm(hidden, eps) if first else None
+        self.hidden_norm = RMSNorm(hidden, eps)
+        self.self_attn = (LatentAttention if is_mla(config) else GroupedAttention)(config, hidden * (1 + first))
+        self.post_attention_layernorm = RMSNorm(hidden, eps)
         self.mlp = LlamaMLP(config)
 
-    def inputs(self, embeds: Tensor, hidden: Tensor) -> Tensor:
-        return torch.cat([self.input_layernorm(embeds), self.hidden_norm(hidden)], dim=-1)  # [n, 2H]
+    def inputs(self, embeds: Tensor, hidden: Tensor) -> Tensor:  # 2 x [n, H] -> [n, 2H] or [n, H]
+        normed = self.hidden_norm(hidden)
+        return normed if self.input_layernorm is None else torch.cat([self.input_layernorm(embeds), normed], dim=-1)
 
     def outputs(self, hidden: Tensor, attended: Tensor) -> Tensor:
         hidden = hidden + self.self_attn.o_proj(attended)  # [n, H]
@@ -177,21 +92,34 @@ class Layer(nn.Module):
 
 
 class Drafter(nn.Module):
-    """Parameters only by the names SGLang loads; `embed_tokens` is the target's and frozen. d2t and t2d are buffers."""
+    """Parameters only by the names SGLang loads. d2t and t2d are buffers.
+
+    `embed_tokens` is the target's and frozen, unless the drafter is of another width than the target (Ht): then SGLang
+    leaves the drafter its own, which is trained.
+    """
 
     d2t: Tensor  # [Vd] int64: target id minus draft id
     t2d: Tensor  # [V] bool: the target's token is in the draft vocabulary
 
-    def __init__(self, config: LlamaConfig, draft_ids: Tensor) -> None:
+    def __init__(self, config: PreTrainedConfig, draft_ids: Tensor) -> None:
         super().__init__()
-        self.config = config
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.embed_tokens.requires_grad_(False)
-        self.fc = nn.Linear(config.num_aux_hidden_states * config.hidden_size, config.hidden_size, bias=False)
-        self.midlayer = Layer(config)
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
-        t2d = torch.zeros(config.vocab_size, dtype=torch.bool)
+        shape: Any = config
+        hidden, target, states = shape.hidden_size, shape.target_hidden_size, shape.num_aux_hidden_states
+        self.config, self.own_embedding = shape, hidden != target
+        self.embed_tokens = nn.Embedding(shape.vocab_size, hidden)
+        self.embed_tokens.requires_grad_(self.own_embedding)
+        self.input_norm = RMSNorm(states * target, shape.rms_norm_eps) if shape.norm_before_fc else None
+        norms = [RMSNorm(target, shape.rms_norm_eps) for _ in range(states if shape.fc_norm else 0)]
+        self.fc_norm = nn.ModuleList(norms) if norms else None
+        self.fc = nn.Linear(states * target, hidden, bias=False)
+        layers = [Layer(shape, first=i == 0) for i in range(shape.num_hidden_layers)]
+        if len(layers) == 1:
+            self.midlayer = layers[0]
+        else:
+            self.layers = nn.ModuleList(layers)
+        self.norm = RMSNorm(hidden, shape.rms_norm_eps)
+        self.lm_head = nn.Linear(hidden, shape.draft_vocab_size, bias=False)
+        t2d = torch.zeros(shape.vocab_size, dtype=torch.bool)
         t2d[draft_ids] = True
         self.register_buffer("d2t", draft_ids - torch.arange(len(draft_ids)))
         self.register_buffer("t2d", t2d)
@@ -201,33 +129,57 @@ class Drafter(nn.Module):
         """[Vd] int64: the target's id of each draft id."""
         return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
 
+    @property
+    def decoder(self) -> list[Layer]:
+        """The decoder layers, in order."""
+        return [self.midlayer] if self.config.num_hidden_layers == 1 else list(self.layers)  # type: ignore[arg-type]
+
+    def project(self, aux: Tensor) -> Tensor:
+        """The hidden state of step 0: [N, A*Ht] -> [N, H]."""
+        if self.input_norm is not None:
+            aux = self.input_norm(aux)
+        if self.fc_norm is not None:
+            chunks = aux.chunk(len(self.fc_norm), dim=-1)  # A x [N, Ht]
+            aux = torch.cat([norm(chunk) for norm, chunk in zip(self.fc_norm, chunks, strict=True)], dim=-1)
+        return self.fc(aux)
+
     def forward(self, batch: Batch, slots: list[Tensor], attention: Callable[..., Tensor] = attend) -> list[Tensor]:
         """The normed output [n_k, H], ready for `lm_head`, at `slots[k]` [n_k] of every step k.
 
         A step's slots are ascending and among those of the step before.
         """
-        layer, bounds, ends = self.midlayer, batch.bounds(), batch.ends()
-        all_slots = torch.arange(len(batch.input_ids), device=ends.device)  # [N]
-        positions = all_slots - bounds[:-1].repeat_interleave(bounds.diff())  # [N]
-        hidden = self.fc(batch.aux)  # [N, H]
-        x = layer.inputs(self.embed_tokens(batch.ahead(batch.input_ids, all_slots, 1)), hidden)  # [N, 2H]
-        key, value = layer.self_attn.key_value(x, positions)  # [N, kv, d] each
-        own: list[tuple[Tensor, Tensor]] = []  # of [n, kv, d]: this slot's keys and values of steps 1..k
-        outputs = []
+        layers, bounds, ends = self.decoder, batch.bounds(), batch.ends()
+        everywhere = torch.arange(len(batch.input_ids), device=ends.device)  # [N]
+        positions = everywhere - bounds[:-1].repeat_interleave(bounds.diff())  # [N]
+        contexts: list[tuple[Tensor, Tensor]] = []  # keys and values of step 0 a layer: [N, kv, d] each
+        own: list[list[tuple[Tensor, Tensor]]] = [[] for _ in layers]  # [n, kv, d]: this slot's of steps 1..k, a layer
+
+        def run(i: int, hidden: Tensor, x: Tensor, here: Tensor, step: int) -> Tensor:  # -> [n, H]
+            query = layers[i].self_attn.query(x, positions[here] + step)  # [n, h, d]
+            return layers[i].outputs(hidden, attention(query, here, *contexts[i], own[i], bounds))
+
+        def embeds(here: Tensor, step: int) -> Tensor:  # [n, H]
+            return self.embed_tokens(batch.ahead(batch.input_ids, here, 1 + step))
+
+        hidden, first = self.project(batch.aux), embeds(everywhere, 0)  # 2 x [N, H]
+        for i, layer in enumerate(layers):
+            x = layer.inputs(first, hidden)  # [N, 2H] or [N, H]
+            contexts.append(layer.self_attn.key_value(x, positions))
+            if i + 1 < len(layers):
+                hidden = run(i, hidden, x, everywhere, 0)  # [N, H]
+        outputs: list[Tensor] = []
         for step, here in enumerate(slots):
-            kept = torch.searchsorted(slots[step - 1], here) if step else here  # [n]: rows of the step before
-            hidden = hidden[kept]  # [n, H]
-            if step:
-                x = layer.inputs(self.embed_tokens(batch.ahead(batch.input_ids, here, 1 + step)), hidden)  # [n, 2H]
-                own = [(k[kept], v[kept]) for k, v in own]
-                own.append(layer.self_attn.key_value(x, positions[here] + step))
+            if step == 0:
+                hidden = run(len(layers) - 1, hidden[here], x[here], here, 0)  # [n, H]
             else:
-                x = x[here]  # [n, 2H]
-            query = layer.self_attn.query(x, positions[here] + step)  # [n, h, d]
-            attended = attention(query, here, key, value, own, bounds)  # [n, h*d]
-            hidden = layer.outputs(hidden, attended)  # [n, H]
-            normed = self.norm(hidden)  # [n, H]
-            outputs.append(normed)
+                kept = torch.searchsorted(slots[step - 1], here)  # [n]: rows of the step before
+                hidden, token = hidden[kept], embeds(here, step)  # 2 x [n, H]
+                for i, layer in enumerate(layers):
+                    x = layer.inputs(token, hidden)  # [n, 2H] or [n, H]
+                    own[i] = [(key[kept], value[kept]) for key, value in own[i]]
+                    own[i].append(layer.self_attn.key_value(x, positions[here] + step))
+                    hidden = run(i, hidden, x, here, step)  # [n, H]
+            outputs.append(self.norm(hidden))
             if self.config.norm_output:
-                hidden = normed
+                hidden = outputs[-1]
         return outputs

@@ -87,21 +87,24 @@ def _file(target: TargetConfig, folder: Path, name: str) -> Path:
 def initialise(drafter: Drafter, pieces: TargetPieces, seed: int) -> None:
     """A drafter that starts as the target without the layers above its top boundary.
 
-    fc passes the top boundary on, the layer adds nothing yet, and norm and head are the target's. The other weights are
-    normal with the target's usual deviation. On 120k tokens of SmolLM2 this start, with
-    smaller batches and a higher rate, was worth 0.09 of the mean prefix hits.
+    fc passes the top boundary on, the layers add nothing yet, and norm, head and embedding are the target's. The other
+    weights are normal with the target's usual deviation; in a drafter of another width than the target all are. On 120k
+    tokens of SmolLM2 this start, with smaller batches and a higher rate, was worth 0.09 of the mean prefix hits.
     """
     generator = torch.Generator().manual_seed(seed)
-    for name, parameter in drafter.named_parameters():
-        if parameter.dim() == 2 and parameter.requires_grad:
+    for parameter in drafter.parameters():
+        if parameter.dim() == 1:
+            parameter.fill_(1.0)  # a norm's
+        elif parameter.requires_grad:
             parameter.normal_(0.0, 0.02, generator=generator)
-        elif name.endswith("norm.weight"):
-            parameter.fill_(1.0)
+    for layer in drafter.decoder:
+        layer.self_attn.o_proj.weight.zero_()
+        layer.mlp.down_proj.weight.zero_()
+    if drafter.own_embedding:
+        return
     hidden = drafter.config.hidden_size
     drafter.fc.weight.zero_()
     drafter.fc.weight[:, -hidden:] = torch.eye(hidden)
-    drafter.midlayer.self_attn.o_proj.weight.zero_()
-    drafter.midlayer.mlp.down_proj.weight.zero_()
     drafter.norm.weight.copy_(pieces.norm)
     drafter.lm_head.weight.copy_(pieces.head[drafter.draft_ids])
     drafter.embed_tokens.weight.copy_(pieces.embedding)

@@ -100,7 +100,8 @@ class Training:
     def weights(self) -> dict[str, Tensor]:
         """The trained parameters and the vocabulary maps: all of the drafter but the target's embedding."""
         state = self.drafter.state_dict()
-        del state["embed_tokens.weight"]
+        if not self.drafter.own_embedding:
+            del state["embed_tokens.weight"]
         return {name: tensor.cpu() for name, tensor in state.items()}
 
     def state(self) -> dict[str, Tensor]:

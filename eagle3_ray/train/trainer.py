@@ -27,13 +27,13 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save
 from torch import Tensor
-from transformers import LlamaConfig
 
 from eagle3_ray.capture import target_config, target_folder, text_config
 from eagle3_ray.config import PLACEMENT, Config, ConfigError
 from eagle3_ray.drafter.checkpoint import export
 from eagle3_ray.drafter.loss import Metrics
-from eagle3_ray.drafter.model import Drafter, drafter_config
+from eagle3_ray.drafter.model import Drafter
+from eagle3_ray.drafter.shape import drafter_config, read_config
 from eagle3_ray.drafter.target import initialise, load_pieces
 from eagle3_ray.drafter.vocabulary import count_tokens, coverage, draft_vocabulary, end_tokens
 from eagle3_ray.progress import Progress
@@ -94,9 +94,10 @@ def export_drafter(
         weights = load_file(local)
     drafter_json = json.loads(files.read(f"{prefix}/weights/config.json"))
     draft_ids = weights["d2t"] + torch.arange(len(weights["d2t"]))
-    drafter = Drafter(LlamaConfig(**drafter_json), draft_ids)
-    embedding = load_pieces(config.target, getattr(torch, dtype)).embedding
-    drafter.load_state_dict({**weights, "embed_tokens.weight": embedding})
+    drafter = Drafter(read_config(drafter_json), draft_ids)
+    if not drafter.own_embedding:
+        weights["embed_tokens.weight"] = load_pieces(config.target, getattr(torch, dtype)).embedding
+    drafter.load_state_dict(weights)
     export(folder, drafter, layer_ids, dtype)
 
 
@@ -245,7 +246,7 @@ def _build(task: Task, device: torch.device) -> Training:
     """The initial drafter and the target's head."""
     config, start = task.config, task.start
     pieces = load_pieces(config.target, getattr(torch, config.train.dtype))
-    drafter = Drafter(LlamaConfig(**start["drafter"]), torch.tensor(start["draft_ids"]))
+    drafter = Drafter(read_config(start["drafter"]), torch.tensor(start["draft_ids"]))
     initialise(drafter, pieces, config.train.seed)
     return Training(config.train, drafter, pieces.head, device)
 
