@@ -13,6 +13,9 @@ STORED_DTYPES = (*DTYPES, "float8_e4m3")
 COMPRESSIONS = ("none", "zstd")
 ENGINES = ("sglang", "transformers")
 LAYOUTS = ("specforge", "speculators")
+VOCABULARIES = ("tokens", "probability", "start")
+INITIAL_FC = ("top", "average", "random")
+INITIAL_LM_HEAD = ("target", "random")
 
 
 class ConfigError(ValueError):
@@ -121,6 +124,13 @@ class DrafterConfig:
     num_key_value_heads: int | None = None
     head_dim: int | None = None
     norm_output: bool = False  # EAGLE-3.1: the normed output is fed back, in training and in SGLang alike
+    # Draft vocabulary: tokens (those the target said most often) | probability (those it found likeliest) | start
+    # (the one that start_from has)
+    vocabulary: str = "tokens"
+    # A published drafter to go on from: a folder or s3:// URL with safetensors. Its sizes and RoPE become the drafter's
+    start_from: str | None = None
+    initial_fc: str = "top"  # of a new drafter: top (passes the top boundary on) | average (of the boundaries) | random
+    initial_lm_head: str = "target"  # of a new drafter: target (the rows of its own) | random
 
 
 @dataclass
@@ -130,6 +140,7 @@ class TrainConfig:
     steps: int = 20000  # optimizer steps in all; 0 exports the initial drafter
     batch_size: int = 8  # samples a step, over all workers
     max_length: int = 4096  # tokens; a longer sample is cut
+    heldout: int = 16  # samples that are not trained on, but tell the accept length before the first step and at the end
     ttt_steps: int = 7
     lr: float = 1e-4
     warmup_share: float = 0.05

@@ -25,8 +25,11 @@ from eagle3_ray.config import (
     COMPRESSIONS,
     DTYPES,
     ENGINES,
+    INITIAL_FC,
+    INITIAL_LM_HEAD,
     PLACEMENT,
     STORED_DTYPES,
+    VOCABULARIES,
     Config,
     ConfigError,
     HardwareConfig,
@@ -101,6 +104,10 @@ def open_run(config: Config) -> Run:
         raise ConfigError(
             f"drafter.draft_vocab_size: {config.drafter.draft_vocab_size} is more than the target's {vocabulary}"
         )
+    if config.drafter.start_from:
+        from eagle3_ray.drafter.published import Published  # two seconds that a new drafter needs not wait
+
+        Published(config.drafter, model, len(spec.boundaries), config.store.storage_options)
     room = int(model_value(model, "max_position_embeddings"))
     for name, new in (
         ("sampling.max_new_tokens", config.sampling.max_new_tokens),
@@ -121,6 +128,9 @@ def check_values(config: Config) -> None:
         "train.dtype": (config.train.dtype, DTYPES),
         "evaluate.dtype": (config.evaluate.dtype or config.engine.dtype, DTYPES),
         "hardware.device": (config.hardware.device, ("cuda", "cpu")),
+        "drafter.vocabulary": (config.drafter.vocabulary, VOCABULARIES),
+        "drafter.initial_fc": (config.drafter.initial_fc, INITIAL_FC),
+        "drafter.initial_lm_head": (config.drafter.initial_lm_head, INITIAL_LM_HEAD),
     }
     for name, (value, allowed) in choices.items():
         if value not in allowed:
@@ -142,6 +152,7 @@ def check_values(config: Config) -> None:
         "drafter.draft_vocab_size": (config.drafter.draft_vocab_size, 1),
         "train.steps": (config.train.steps, 0),
         "train.batch_size": (config.train.batch_size, 1),
+        "train.heldout": (config.train.heldout, 1 if config.drafter.start_from else 0),  # on which a start is measured
         "train.ttt_steps": (config.train.ttt_steps, 1),
         "train.max_length": (config.train.max_length, 3),  # a slot needs three tokens
         "evaluate.batch_size": (config.evaluate.batch_size, 1),
@@ -157,6 +168,12 @@ def check_values(config: Config) -> None:
         if number < least:
             raise ConfigError(f"{name}: {number} is less than {least}")
     _check_gpus(config.hardware)
+    if (config.drafter.vocabulary == "start") != bool(config.drafter.start_from):
+        raise ConfigError(
+            f"drafter.vocabulary: {config.drafter.vocabulary!r} with drafter.start_from={config.drafter.start_from!r}: a "
+            "published drafter's head has one row a token of the vocabulary that it was trained with (start), counted on "
+            "another corpus; a new drafter has none before it is counted here (tokens, probability)"
+        )
     if config.hardware.nodes_per_engine > 1 and engine_args(config, "capture").get("enable_dp_attention"):
         raise ConfigError(
             "enable_dp_attention: ranks of other nodes would hand rows over where the actor cannot read them; not with "

@@ -420,7 +420,7 @@ def test_pieces_are_found_by_name(tmp_path: Path, prefix: str, sharded: bool, ti
 
 
 def test_a_missing_piece_is_named(tmp_path: Path):
-    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "config.json").write_text('{"tie_word_embeddings": false}')
     save_file({"model.embed_tokens.weight": torch.ones(2, 2)}, tmp_path / "model.safetensors")
     with pytest.raises(ConfigError, match="no tensor for lm_head.weight"):
         load_pieces(TargetConfig(name="t", path=str(tmp_path)), torch.float32)
