@@ -29,6 +29,8 @@ class TargetConfig:
     name: str
     path: str  # a local Hugging Face folder, or a name on the hub
     revision: str | None = None
+    # Where training reads embedding, head and final norm alone: a folder or s3:// URL; None: path, on every node
+    weights: str | None = None
     trust_remote_code: bool = False
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)  # e.g. {thinking: true}
     args: dict[str, Any] = field(default_factory=dict)  # sglang ServerArgs that this target needs on any hardware
@@ -140,7 +142,7 @@ class TrainConfig:
     steps: int = 20000  # optimizer steps in all; 0 exports the initial drafter
     batch_size: int = 8  # samples a step, over all workers
     max_length: int = 4096  # tokens; a longer sample is cut
-    heldout: int = 16  # samples that are not trained on, but tell the accept length before the first step and at the end
+    heldout: int = 16  # samples not trained on, of which the accept length before and after training is told
     ttt_steps: int = 7
     lr: float = 1e-4
     warmup_share: float = 0.05

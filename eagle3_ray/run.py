@@ -104,8 +104,12 @@ def open_run(config: Config) -> Run:
         raise ConfigError(
             f"drafter.draft_vocab_size: {config.drafter.draft_vocab_size} is more than the target's {vocabulary}"
         )
+    if config.target.weights:
+        from eagle3_ray.drafter.target import check_weights
+
+        check_weights(config.target, config.store.storage_options)
     if config.drafter.start_from:
-        from eagle3_ray.drafter.published import Published  # two seconds that a new drafter needs not wait
+        from eagle3_ray.drafter.published import Published  # torch: seconds that other runs need not wait
 
         Published(config.drafter, model, len(spec.boundaries), config.store.storage_options)
     room = int(model_value(model, "max_position_embeddings"))
@@ -170,9 +174,9 @@ def check_values(config: Config) -> None:
     _check_gpus(config.hardware)
     if (config.drafter.vocabulary == "start") != bool(config.drafter.start_from):
         raise ConfigError(
-            f"drafter.vocabulary: {config.drafter.vocabulary!r} with drafter.start_from={config.drafter.start_from!r}: a "
-            "published drafter's head has one row a token of the vocabulary that it was trained with (start), counted on "
-            "another corpus; a new drafter has none before it is counted here (tokens, probability)"
+            f"drafter.vocabulary: {config.drafter.vocabulary!r} with drafter.start_from={config.drafter.start_from!r}: "
+            "a published drafter keeps the vocabulary that its head was trained with, counted on another corpus "
+            "(start); of a new one it is counted on this corpus (tokens, probability)"
         )
     if config.hardware.nodes_per_engine > 1 and engine_args(config, "capture").get("enable_dp_attention"):
         raise ConfigError(

@@ -1,9 +1,9 @@
 """A published drafter to go on from (drafter.start_from), in the layout of any of the usual trainers.
 
 SGLang's loader, SafeAILab's EAGLE, SpecForge, TorchSpec and speculators agree on the modules and differ in names: the
-layer is `midlayer.` or `layers.0.`, all may lie below `model.` or `draft_model.`, speculators keeps the layer's sizes in
-a `transformer_layer_config`. Every tensor must find its place, with its shape: one without a place is a part that SGLang
-would not serve. The embedding is the target's in serving, so that of the file is passed over.
+layer is `midlayer.` or `layers.0.`, all may lie below `model.` or `draft_model.`, speculators keeps the layer's sizes
+in a `transformer_layer_config`. Every tensor must find its place, with its shape: one without a place is a part that
+SGLang would not serve. The embedding is the target's in serving, so that of the file is passed over.
 
 Its config decides sizes, RoPE and epsilon: weights that were trained with others would be of no use. Files are read as
 safetensors only; a pytorch_model.bin is a pickle, which can run code, and is refused.
@@ -34,27 +34,27 @@ RENAMED = {"aux_norm_low": "fc_norm.0", "aux_norm_mid": "fc_norm.1", "aux_norm_h
 
 
 class Published:
-    """The drafter at `settings.start_from`, for a target whose text config is `model`, captured at `num_aux` boundaries.
+    """The drafter at `settings.start_from`, for the target with the text config `model` and `num_aux` boundaries.
 
     Opening it reads config.json and the headers, and checks all of them: ConfigError names the setting or the tensor
-    that does not fit. `storage_options` are for an s3:// URL.
+    that does not fit. `options` are store.storage_options, for an s3:// URL.
     """
 
     def __init__(
-        self, settings: DrafterConfig, model: dict[str, Any], num_aux: int, storage_options: dict[str, Any] | None = None
+        self, settings: DrafterConfig, model: dict[str, Any], num_aux: int, options: dict[str, Any] | None = None
     ) -> None:
         self.path, self.vocab_size = str(settings.start_from), int(model["vocab_size"])
         try:
-            files = Filesystem(self.path, storage_options)
+            files = Filesystem(self.path, options)
             given = json.loads(files.read("config.json"))
             self._tensors = Tensors(files)
         except FileNotFoundError as error:
-            pickled = files.exists("pytorch_model.bin")
-            why = "it holds a pytorch_model.bin, which is never unpickled; convert it to safetensors" if pickled else error
-            raise self._error(str(why)) from None
+            if files.exists("pytorch_model.bin"):
+                raise self._error("a pytorch_model.bin is never unpickled; convert it to safetensors") from None
+            raise self._error(str(error)) from None
         except (StoreError, ValueError) as error:
             raise self._error(str(error).replace("store.root", "drafter.start_from")) from None
-        theirs = self._config(given)
+        theirs = self._theirs = self._config(given)
         self.config = self._adopted(settings, model, num_aux, theirs)  # of the drafter that goes on from here
         self._names = self._places()
 
@@ -64,12 +64,17 @@ class Published:
         return self._checked_ids(maps.get("d2t"), maps.get("t2d"))
 
     def weights(self) -> dict[str, Tensor]:
-        """Every trained tensor by its name in our `Drafter`, in its own dtype, and the vocabulary maps as ours has them."""
+        """Every trained tensor by its name in our `Drafter`, in its own dtype, and the vocabulary maps."""
         ids = self.draft_ids()
         t2d = torch.zeros(self.vocab_size, dtype=torch.bool)  # [V]
         t2d[ids] = True
         weights = {ours: self._tensors.read(theirs) for ours, theirs in self._names.items() if ours not in MAPS}
         return {**weights, "d2t": ids - torch.arange(len(ids)), "t2d": t2d}
+
+    def layers(self) -> dict[str, Any]:
+        """What its config.json says of the layers it was trained on: layer ids of its own trainer, or nothing."""
+        name = "eagle_aux_hidden_state_layer_ids"
+        return {name: getattr(self._theirs, name, None)}
 
     def _error(self, why: str) -> ConfigError:
         return ConfigError(f"drafter.start_from: {self.path!r}: {why}")

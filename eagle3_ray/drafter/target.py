@@ -1,15 +1,15 @@
 """The parts of the target that training needs, read from its safetensors by name: nothing else is loaded.
 
 They are the token embedding, the output head that turns the last hidden state into targets, and the final norm's
-weight, with which a new drafter starts. The target is a local folder, a name on the hub, or an s3:// URL (for training
-alone: an engine needs a folder).
+weight, with which a new drafter starts. They lie in a local folder, on the hub, or in a bucket (target.weights), where
+just their bytes are read.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,8 @@ from eagle3_ray.drafter.model import Drafter
 from eagle3_ray.store.filesystem import Filesystem, StoreError
 from eagle3_ray.store.tensors import Source, Tensors
 
+EMBEDDING, HEAD, NORM = "embed_tokens.weight", "lm_head.weight", "norm.weight"
+
 
 @dataclass
 class TargetPieces:
@@ -33,63 +35,80 @@ class TargetPieces:
 def load_pieces(
     target: TargetConfig, dtype: torch.dtype, storage_options: dict[str, Any] | None = None
 ) -> TargetPieces:
-    """All three in `dtype`; ConfigError names what is missing. `storage_options` are for an s3:// path."""
+    """All three in `dtype`; ConfigError names what is missing. `storage_options` are for an s3:// URL."""
     pieces = _Pieces(target, storage_options)
-    embedding = pieces.read("embed_tokens.weight").to(dtype)
-    head = embedding if pieces.tied else pieces.read("lm_head.weight").to(dtype)
-    return TargetPieces(embedding, head, pieces.read("norm.weight").to(dtype))
+    embedding = pieces.read(EMBEDDING).to(dtype)
+    head = embedding if pieces.head == EMBEDDING else pieces.read(pieces.head).to(dtype)
+    return TargetPieces(embedding, head, pieces.read(NORM).to(dtype))
 
 
 def load_head(target: TargetConfig, storage_options: dict[str, Any] | None = None) -> Tensor:
     """The output head alone, [V, H] in its own dtype."""
     pieces = _Pieces(target, storage_options)
-    return pieces.read("embed_tokens.weight" if pieces.tied else "lm_head.weight")
+    return pieces.read(pieces.head)
 
 
-def load_norm(target: TargetConfig) -> Tensor:
+def load_norm(target: TargetConfig, storage_options: dict[str, Any] | None = None) -> Tensor:
     """The final norm's weight alone, [H] in its own dtype."""
-    return _Pieces(target).read("norm.weight")
+    return _Pieces(target, storage_options).read(NORM)
+
+
+def check_weights(target: TargetConfig, storage_options: dict[str, Any] | None = None) -> None:
+    """ConfigError unless target.weights holds the target's pieces: of the same shape and dtype, the norm equal."""
+    there, here = _Pieces(target, storage_options), _Pieces(replace(target, weights=None))
+    for name in (EMBEDDING, there.head, NORM):
+        if there.kind(name) != here.kind(name):
+            raise there.error(f"its {name} is {there.kind(name)}, that of target.path {here.kind(name)}")
+    if not torch.equal(there.read(NORM), here.read(NORM)):
+        raise there.error(f"its {NORM} is not that of target.path={target.path!r}")
 
 
 class _Pieces:
+    """The target's tensors, by the end of their name: a multimodal model's language part is nested, in either order."""
+
     def __init__(self, target: TargetConfig, storage_options: dict[str, Any] | None = None) -> None:
-        self.path = target.path
+        self.place = f"target.weights: {target.weights!r}" if target.weights else f"target.path: {target.path!r}"
         try:
-            config = _config(target, storage_options)
-            self.tensors = Tensors(_source(target, storage_options))
+            if target.weights:
+                files = Filesystem(target.weights, storage_options)
+                config, self._tensors = json.loads(files.read("config.json")), Tensors(files)
+            else:
+                config, self._tensors = target_config(target_folder(target)), Tensors(_source(target))
         except (FileNotFoundError, StoreError) as error:
-            raise ConfigError(f"target.path: {self.path!r} cannot be read: {error}") from None
-        told = config.get("tie_word_embeddings", text_config(config).get("tie_word_embeddings"))
-        # Where a model's own default is to tie, its config.json may be silent, and no head is stored
-        self.tied = bool(told) if told is not None else not self._named("lm_head.weight")
+            raise self.error(str(error).replace("store.root", "it")) from None
+        tied = config.get("tie_word_embeddings", text_config(config).get("tie_word_embeddings"))
+        if tied is None:  # the default of the model's own class: where that is to tie, no head is stored
+            tied = not self._named(HEAD)
+        self.head = EMBEDDING if tied else HEAD
 
     def read(self, name: str) -> Tensor:
-        found = self._named(name)
-        if len(found) != 1:
-            raise ConfigError(f"target.path: {self.path!r} has {found or 'no tensor'} for {name}, not one")
         try:
-            tensor = self.tensors.read(found[0])
+            tensor = self._tensors.read(self._one(name))
         except (FileNotFoundError, StoreError) as error:
-            raise ConfigError(f"target.path: {self.path!r} cannot be read: {error}") from None
+            raise self.error(str(error).replace("store.root", "it")) from None
         if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            raise ConfigError(f"target.path: {found[0]} of {self.path!r} is quantised ({tensor.dtype})")
+            raise self.error(f"its {name} is quantised ({tensor.dtype})")
         return tensor
 
+    def kind(self, name: str) -> tuple[str, tuple[int, ...]]:
+        entry = self._tensors.entry(self._one(name))
+        return entry.dtype, entry.shape
+
+    def error(self, why: str) -> ConfigError:
+        return ConfigError(f"{self.place}: {why}")
+
+    def _one(self, name: str) -> str:
+        found = self._named(name)
+        if len(found) != 1:
+            raise self.error(f"it has {found or 'no tensor'} for {name}, not one")
+        return found[0]
+
     def _named(self, name: str) -> list[str]:
-        """A multimodal model's language part is nested, in one order or the other."""
         pattern = rf"(?:model\.|language_model\.)*{re.escape(name)}"
-        return [key for key in self.tensors.names() if re.fullmatch(pattern, key)]
+        return [key for key in self._tensors.names() if re.fullmatch(pattern, key)]
 
 
-def _config(target: TargetConfig, storage_options: dict[str, Any] | None) -> dict[str, Any]:
-    if "://" in target.path:
-        return json.loads(Filesystem(target.path, storage_options).read("config.json"))
-    return target_config(target_folder(target))
-
-
-def _source(target: TargetConfig, storage_options: dict[str, Any] | None) -> Source:
-    if "://" in target.path:
-        return Filesystem(target.path, storage_options)
+def _source(target: TargetConfig) -> Source:
     folder = Path(target.path).expanduser()
     return Filesystem(str(folder.resolve())) if folder.is_dir() else _Hub(target)
 

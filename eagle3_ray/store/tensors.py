@@ -1,7 +1,7 @@
 """Single tensors of a folder of safetensors files, on disk or in a bucket, without the rest of it.
 
 Of each file that is looked into the header is read, and of a tensor its own bytes, in pieces and several at a time: so
-a few GB come out of hundreds. Where there is an index (`model.safetensors.index.json`), the other files are not touched.
+a few GB come out of hundreds. Where there is an index (model.safetensors.index.json), the other files stay closed.
 Format: https://github.com/huggingface/safetensors#format.
 """
 
@@ -47,7 +47,7 @@ class Entry:
 
 
 class Tensors:
-    """The tensors of a folder, by name. FileNotFoundError where it holds no safetensors, StoreError for damaged ones."""
+    """A folder's tensors, by name. FileNotFoundError where it holds no safetensors, StoreError for damaged ones."""
 
     def __init__(self, source: Source) -> None:
         self._source = source
@@ -96,8 +96,10 @@ class Tensors:
             except ValueError as error:
                 raise StoreError(f"{self._source.url(file)} is no safetensors file: {error}") from None
             header.pop("__metadata__", None)
-            self._headers[file] = {
-                name: Entry(file, about["dtype"], tuple(about["shape"]), *(8 + length + at for at in about["data_offsets"]))
-                for name, about in header.items()
-            }
+            self._headers[file] = {name: _entry(file, about, 8 + length) for name, about in header.items()}
         return self._headers[file]
+
+
+def _entry(file: str, about: dict[str, Any], start: int) -> Entry:
+    begin, end = about["data_offsets"]
+    return Entry(file, about["dtype"], tuple(about["shape"]), start + begin, start + end)
