@@ -51,7 +51,7 @@ class Published:
         except FileNotFoundError as error:
             if files.exists("pytorch_model.bin"):
                 raise self._error("a pytorch_model.bin is never unpickled; convert it to safetensors") from None
-            raise self._error(str(error)) from None
+            raise self._error(f"no config.json with safetensors is there ({error})") from None
         except (StoreError, ValueError) as error:
             raise self._error(str(error).replace("store.root", "drafter.start_from")) from None
         theirs = self._theirs = self._config(given)

@@ -74,7 +74,9 @@ class _Pieces:
                 config, self._tensors = json.loads(files.read("config.json")), Tensors(files)
             else:
                 config, self._tensors = target_config(target_folder(target)), Tensors(_source(target))
-        except (FileNotFoundError, StoreError) as error:
+        except FileNotFoundError as error:
+            raise self.error(f"no config.json with safetensors is there ({error})") from None
+        except StoreError as error:
             raise self.error(str(error).replace("store.root", "it")) from None
         tied = config.get("tie_word_embeddings", text_config(config).get("tie_word_embeddings"))
         if tied is None:  # the default of the model's own class: where that is to tie, no head is stored
