@@ -20,7 +20,7 @@ def test_stages_run_alone_and_in_order(tiny_llama_folder: Path, tmp_path: Path) 
         "train.heldout=2",
         "drafter.draft_vocab_size=64",
     ]
-    settings += [f"evaluate.source={tmp_path}/p.jsonl", "cluster.num_cpus=2"]
+    settings += [f"evaluate.source={tmp_path}/p.jsonl", "cluster.num_cpus=2", "drafter.draft_vocab_size=64"]
     home = tmp_path / "home"
 
     too_early = command("train", *settings, home=home)
