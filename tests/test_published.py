@@ -126,6 +126,17 @@ def test_a_whole_vocabulary_needs_no_map(tmp_path: Path):
     assert torch.equal(published.weights()["lm_head.weight"], head)
 
 
+def test_t2d_tells_offsets_from_ids_where_both_could_be(tmp_path: Path):
+    spread = 2 * torch.arange(VD)  # as offsets they would name 0, 3, .. 33
+    for ids in (spread, 3 * torch.arange(VD)):
+        t2d = torch.zeros(V, dtype=torch.bool).index_fill(0, ids, True)
+        tensors = named("", "midlayer.") | {"d2t": spread, "t2d": t2d}
+        published = Published(publish(tmp_path, FLAT, tensors), MODEL, num_aux=3)
+        assert published.draft_ids().tolist() == ids.tolist()
+        assert torch.equal(published.weights()["t2d"], t2d)
+        assert torch.equal(published.weights()["d2t"] + torch.arange(VD), ids)
+
+
 def without(name: str) -> dict[str, Tensor]:
     return {key: tensor for key, tensor in LAYOUTS["specforge"][1].items() if key != name}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import threading
 import time
@@ -45,7 +46,7 @@ from eagle3_ray.train import start as start_module
 from eagle3_ray.train.features import WINDOW, batches, epoch_order, heldout, positions, stream
 from eagle3_ray.train.loop import Training
 from eagle3_ray.train.start import frozen_start
-from eagle3_ray.train.trainer import export_drafter, train_drafter
+from eagle3_ray.train.trainer import UNTRAINED, export_drafter, train_drafter
 
 H, V = 16, 50
 TARGET = {
@@ -248,6 +249,26 @@ def test_accept_length_of_an_untrained_and_a_trained_drafter():
     after = trainer.accept_length(samples, num_steps=3)
     assert after["completion_tokens"] == before["completion_tokens"] == sum(int(s.loss_mask.sum()) for s in samples)
     assert 1 <= before["accept_length"] < after["accept_length"] <= 4
+
+
+def test_a_trained_drafter_used_wrongly_is_told_from_one_used_rightly():
+    """On other boundaries, or with its vocabulary mapped otherwise: by the limit below which a start is refused."""
+    trainer, samples = training(steps=60), [counting(number) for number in range(30)]
+    for share in islice(positions(trainer.config, [24], 0, 1, 0), 60):
+        trainer.step([samples[i] for _, i in share])
+
+    def ratio(drafter: Drafter) -> float:
+        alone = Training(trainer.config, drafter, pieces().head, torch.device("cpu"))
+        walked = alone.accept_length(samples[24:], num_steps=3)
+        return walked["accept_length"] / walked["never_right"]
+
+    assert ratio(trainer.drafter) > 1.5
+    shifted = copy.deepcopy(trainer.drafter)
+    shifted.d2t += 1
+    assert ratio(shifted) < UNTRAINED
+    swapped = copy.deepcopy(trainer.drafter)
+    swapped.fc.weight.data = swapped.fc.weight.roll(H, dims=1)
+    assert ratio(swapped) < UNTRAINED
 
 
 def _worker(rank: int, world: int, folder: str) -> None:
