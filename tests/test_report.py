@@ -29,13 +29,8 @@ def page(tmp_path: Path, heldout: int) -> str:
         ["completion_tokens", "verify_steps", "heldout", "samples", "prompts", "tokens_captured", "tokens_generated"], 7
     )
     paths = {"drafter": "drafters/d", "drafter_path": "d", "features_path": "f", "bytes_stored": 10}
-    summary = {
-        "run": "r",
-        "target": "t",
-        "accept_length": 1.5,
-        "accept_length_by_step": [0.5],
-        "greedy_identical": True,
-    }
+    summary = {"run": "r", "target": "t", "accept_length": 1.5, "accept_length_by_step": [0.5]}
+    summary |= {"greedy_identical": None}
     files = Filesystem(str(tmp_path))
     run: Any = SimpleNamespace(files=files, config=SimpleNamespace(run="r", evaluate=EvaluateConfig(source="x")))
     report(run, {**summary, **empty, **numbers, **paths, "training": training})
