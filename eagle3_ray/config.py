@@ -16,6 +16,9 @@ LOSSES = ("soft_ce", "lk_alpha", "lk_lambda")
 LAYOUTS = ("specforge", "speculators")
 ATTENTIONS = ("gqa", "mla")
 MLA_SIZES = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+VOCABULARIES = ("tokens", "probability", "start")
+INITIAL_FC = ("top", "average", "random")
+INITIAL_LM_HEAD = ("target", "random")
 
 
 class ConfigError(ValueError):
@@ -29,6 +32,8 @@ class TargetConfig:
     name: str
     path: str  # a local Hugging Face folder, or a name on the hub
     revision: str | None = None
+    # Where training reads embedding, head and final norm alone: a folder or s3:// URL; None: path, on every node
+    weights: str | None = None
     trust_remote_code: bool = False
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)  # e.g. {thinking: true}
     args: dict[str, Any] = field(default_factory=dict)  # sglang ServerArgs that this target needs on any hardware
@@ -129,6 +134,13 @@ class DrafterConfig:
     norm_before_fc: bool = False  # one norm over all boundaries' states together, before fc
     fc_norm: bool = False  # EAGLE-3.1: a norm for each boundary's state, before fc
     norm_output: bool = False  # EAGLE-3.1: the normed output is fed back, in training and in SGLang alike
+    # Draft vocabulary: tokens (those the target said most often) | probability (those it found likeliest) | start
+    # (the one that start_from has)
+    vocabulary: str = "tokens"
+    # A published drafter to go on from: a folder or s3:// URL with safetensors. Its sizes and RoPE become the drafter's
+    start_from: str | None = None
+    initial_fc: str = "top"  # of a new drafter: top (passes the top boundary on) | average (of the boundaries) | random
+    initial_lm_head: str = "target"  # of a new drafter: target (the rows of its own) | random
 
 
 @dataclass
@@ -138,6 +150,7 @@ class TrainConfig:
     steps: int = 20000  # optimizer steps in all; 0 exports the initial drafter
     batch_size: int = 8  # samples a step, over all workers
     max_length: int = 4096  # tokens; a longer sample is cut
+    heldout: int = 16  # samples not trained on, of which the accept length before and after training is told
     ttt_steps: int = 7
     loss: str = "soft_ce"  # soft_ce | lk_alpha | lk_lambda: the last two aim at acceptance (drafter/loss.py)
     step_decay: float = 1.0  # step k of training-time test weighs step_decay**k

@@ -138,7 +138,8 @@ def _against_head(run: Run, engine: TargetEngine, sequences: list[list[int]], st
     said = [best for ids in sequences for best in engine.next_tokens(ids)]
     logprobs, tokens = (torch.tensor(column) for column in zip(*said, strict=True))  # [N], [N]
     last = states[-1]  # [N, H]
-    pieces = [last @ piece.float().T for piece in load_head(run.config.target).split(16384)]  # of [N, V], V cut
+    head = load_head(dataclasses.replace(run.config.target, weights=None))  # of the files that the engine runs
+    pieces = [last @ piece.float().T for piece in head.split(16384)]  # of [N, V], V cut
     totals = torch.stack([piece.logsumexp(dim=-1) for piece in pieces]).logsumexp(dim=0)  # [N]
     logits = torch.cat(pieces, dim=-1)  # [N, V]
     same = float((logits.argmax(dim=-1) == tokens).float().mean())

@@ -25,9 +25,12 @@ from eagle3_ray.config import (
     COMPRESSIONS,
     DTYPES,
     ENGINES,
+    INITIAL_FC,
+    INITIAL_LM_HEAD,
     LOSSES,
     PLACEMENT,
     STORED_DTYPES,
+    VOCABULARIES,
     Config,
     ConfigError,
     HardwareConfig,
@@ -102,6 +105,14 @@ def open_run(config: Config) -> Run:
         raise ConfigError(
             f"drafter.draft_vocab_size: {config.drafter.draft_vocab_size} is more than the target's {vocabulary}"
         )
+    if config.target.weights:
+        from eagle3_ray.drafter.target import check_weights
+
+        check_weights(config.target, config.store.storage_options)
+    if config.drafter.start_from:
+        from eagle3_ray.drafter.published import Published  # torch: seconds that other runs need not wait
+
+        Published(config.drafter, model, len(spec.boundaries), config.store.storage_options)
     room = int(model_value(model, "max_position_embeddings"))
     for name, new in (
         ("sampling.max_new_tokens", config.sampling.max_new_tokens),
@@ -123,6 +134,9 @@ def check_values(config: Config) -> None:
         "train.loss": (config.train.loss, LOSSES),
         "evaluate.dtype": (config.evaluate.dtype or config.engine.dtype, DTYPES),
         "hardware.device": (config.hardware.device, ("cuda", "cpu")),
+        "drafter.vocabulary": (config.drafter.vocabulary, VOCABULARIES),
+        "drafter.initial_fc": (config.drafter.initial_fc, INITIAL_FC),
+        "drafter.initial_lm_head": (config.drafter.initial_lm_head, INITIAL_LM_HEAD),
     }
     for name, (value, allowed) in choices.items():
         if value not in allowed:
@@ -144,6 +158,7 @@ def check_values(config: Config) -> None:
         "drafter.draft_vocab_size": (config.drafter.draft_vocab_size, 1),
         "train.steps": (config.train.steps, 0),
         "train.batch_size": (config.train.batch_size, 1),
+        "train.heldout": (config.train.heldout, 1 if config.drafter.start_from else 0),  # on which a start is measured
         "train.ttt_steps": (config.train.ttt_steps, 1),
         "train.max_length": (config.train.max_length, 3),  # a slot needs three tokens
         "evaluate.batch_size": (config.evaluate.batch_size, 1),
@@ -159,6 +174,12 @@ def check_values(config: Config) -> None:
         if number < least:
             raise ConfigError(f"{name}: {number} is less than {least}")
     _check_gpus(config.hardware)
+    if (config.drafter.vocabulary == "start") != bool(config.drafter.start_from):
+        raise ConfigError(
+            f"drafter.vocabulary: {config.drafter.vocabulary!r} with drafter.start_from={config.drafter.start_from!r}: "
+            "a published drafter keeps the vocabulary that its head was trained with, counted on another corpus "
+            "(start); of a new one it is counted on this corpus (tokens, probability)"
+        )
     if config.hardware.nodes_per_engine > 1 and engine_args(config, "capture").get("enable_dp_attention"):
         raise ConfigError(
             "enable_dp_attention: ranks of other nodes would hand rows over where the actor cannot read them; not with "

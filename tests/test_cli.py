@@ -59,6 +59,13 @@ FAULTS = [
     ("drafter.attention=mla", "drafter.attention"),
     ("drafter.num_hidden_layers=0", "drafter.num_hidden_layers"),
     ("drafter.hidden_size=1728", "drafter.hidden_size"),
+    ("drafter.vocabulary=best", "drafter.vocabulary"),
+    ("drafter.vocabulary=start", "drafter.vocabulary"),
+    ("drafter.start_from=/no/such/folder", "drafter.vocabulary"),
+    ("drafter.initial_fc=zero", "drafter.initial_fc"),
+    ("drafter.initial_lm_head=zero", "drafter.initial_lm_head"),
+    ("train.heldout=-1", "train.heldout"),
+    ("target.weights=/no/such/folder", "target.weights"),
     ("+engine.args.pp_size=2", "pp_size"),
     ("+engine.args.enable_two_batch_overlap=true", "enable_two_batch_overlap"),
 ]
@@ -81,6 +88,15 @@ def test_a_fault_is_refused_before_any_engine_starts(
 
 
 # One of Hydra's, one of OmegaConf's, one of our own checks, one of a stage
+def test_a_start_is_looked_at_before_any_engine_starts(smollm2: Path, tmp_path: Path) -> None:
+    settings = [f"target.path={smollm2}", f"store.root={tmp_path}", "drafter.vocabulary=start"]
+    settings += ["drafter.start_from=/no/such/folder"]
+    with pytest.raises(ConfigError, match="drafter.start_from: '/no/such/folder': no config.json with safetensors"):
+        open_run(compose(*settings))
+    with pytest.raises(ConfigError, match="train.heldout: 0 is less than 1"):
+        open_run(compose(*settings, "train.heldout=0"))
+
+
 @pytest.mark.parametrize("fault", [FAULTS[0], FAULTS[3], FAULTS[7], FAULTS[4]], ids=lambda fault: fault[0])
 def test_a_refusal_ends_the_command_with_two(smollm2: Path, tmp_path: Path, fault: tuple[str, str]) -> None:
     override, named = fault

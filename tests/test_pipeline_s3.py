@@ -31,7 +31,7 @@ def test_the_pipeline_runs_on_s3_and_repeats_nothing(smollm2: Path, tmp_path: Pa
         command = [sys.executable, "-m", "ray_jobs.pipeline", "store=s3", f"store.root=s3://{server.bucket}/runs/a"]
         command += [f"+store.storage_options.endpoint_url={server.endpoint}", f"store.scratch_dir={scratch}", "run=s3"]
         command += ["prompts.limit=8", "prompts.unit_size=4", "sampling.max_new_tokens=12", "evaluate.limit=2"]
-        command += ["evaluate.max_new_tokens=12", "train.steps=2", "store.shard_bytes=1000000"]
+        command += ["evaluate.max_new_tokens=12", "train.steps=2", "train.heldout=2", "store.shard_bytes=1000000"]
         ended = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
         assert ended.returncode == 0, ended.stderr[-4000:]
         assert "accept length" in ended.stdout

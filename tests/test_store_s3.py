@@ -5,11 +5,14 @@ from __future__ import annotations
 import pickle
 import traceback
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from uuid import uuid4
 
 import pytest
+import torch
 from seaweed import Server, serve
+from test_published import LAYOUTS, MODEL, publish
 from test_store import (  # noqa: F401
     PRINT,
     shard,
@@ -28,12 +31,16 @@ from test_store import (  # noqa: F401
     test_of_many_attempts_at_a_unit_one_is_kept_and_the_others_leave_nothing,
     test_one_sample_is_read_from_the_store_itself_and_checked,
 )
+from test_tensors import target
 
 from eagle3_ray.config import ConfigError, PromptsConfig
 from eagle3_ray.conversations import read_records
+from eagle3_ray.drafter.published import Published
+from eagle3_ray.drafter.target import check_weights, load_pieces
 from eagle3_ray.store.cache import Cache
 from eagle3_ray.store.commits import Units
 from eagle3_ray.store.filesystem import Filesystem, StoreError
+from eagle3_ray.store.s3 import S3
 
 
 @pytest.fixture(scope="module")
@@ -141,3 +148,47 @@ def test_prompts_are_read_from_a_bucket(server: Server, files: Filesystem) -> No
         assert [record["prompt"] for record in records] == found
     with pytest.raises(ConfigError, match="prompts.source: no file"):
         list(read_records(PromptsConfig(source=files.url("prompts/no.jsonl")), server.storage_options))
+
+
+def test_of_a_target_in_a_bucket_the_wanted_bytes_alone_are_read(
+    files: Filesystem, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three pieces of 200 bytes or less in a file of 2 MB, cut into requests of 50 bytes."""
+    config = target(tmp_path / "target")
+    for path in (tmp_path / "target").iterdir():
+        files.upload(path, path.name)
+    read: list[int] = []
+    get = S3.get
+
+    def counted(self: S3, url: str, start: int | None = None, end: int | None = None) -> bytes:
+        data = get(self, url, start, end)
+        if url.endswith("/model.safetensors"):
+            read.append(len(data))
+        return data
+
+    monkeypatch.setattr(S3, "get", counted)
+    monkeypatch.setattr("eagle3_ray.store.tensors.PIECE_BYTES", 50)
+    config.weights = files.root
+    here, there = (
+        load_pieces(replace(config, weights=None), torch.float32),
+        load_pieces(config, torch.float32, server.storage_options),
+    )
+    for name in ("embedding", "head", "norm"):
+        assert torch.equal(getattr(here, name), getattr(there, name))
+    header = 8 + int.from_bytes((tmp_path / "target" / "model.safetensors").read_bytes()[:8], "little")
+    assert sum(read) == header + 160 + 160 + 16
+    check_weights(config, server.storage_options)
+    config.weights = f"{files.root}/nowhere"
+    with pytest.raises(ConfigError, match="target.weights: 's3://.*/nowhere': .*config.json"):
+        load_pieces(config, torch.float32, server.storage_options)
+
+
+def test_a_published_drafter_lies_in_a_bucket(files: Filesystem, server: Server, tmp_path: Path) -> None:
+    settings = publish(tmp_path, *LAYOUTS["speculators"])
+    with pytest.raises(ConfigError, match="drafter.start_from: 's3://"):
+        Published(replace(settings, start_from=files.root), MODEL, 3, server.storage_options)
+    for path in tmp_path.iterdir():
+        files.upload(path, path.name)
+    there = Published(replace(settings, start_from=files.root), MODEL, 3, server.storage_options)
+    for name, tensor in Published(settings, MODEL, 3).weights().items():
+        assert torch.equal(there.weights()[name], tensor), name

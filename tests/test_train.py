@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ from eagle3_ray.config import (
     TargetConfig,
     TrainConfig,
 )
-from eagle3_ray.drafter.checkpoint import load
+from eagle3_ray.drafter.checkpoint import export, load
 from eagle3_ray.drafter.model import Drafter
 from eagle3_ray.drafter.shape import drafter_config
 from eagle3_ray.drafter.target import TargetPieces, initialise
@@ -42,9 +43,11 @@ from eagle3_ray.store.cache import Cache
 from eagle3_ray.store.commits import Units
 from eagle3_ray.store.filesystem import Filesystem
 from eagle3_ray.store.shards import Features, Response, target_rows, write_features, write_responses
-from eagle3_ray.train.features import WINDOW, batches, epoch_order, positions, stream
+from eagle3_ray.train import start as start_module
+from eagle3_ray.train.features import WINDOW, batches, epoch_order, heldout, positions, stream
 from eagle3_ray.train.loop import Training
-from eagle3_ray.train.trainer import export_drafter, train_drafter
+from eagle3_ray.train.start import frozen_start
+from eagle3_ray.train.trainer import UNTRAINED, export_drafter, train_drafter
 
 H, V = 16, 50
 TARGET = {
@@ -84,7 +87,7 @@ def one_thread() -> Iterator[None]:
 
 
 def settings(**changes: Any) -> TrainConfig:
-    small: dict[str, Any] = {"steps": 20, "batch_size": 4, "max_length": 64, "ttt_steps": 3, "lr": 1e-2}
+    small: dict[str, Any] = {"steps": 20, "batch_size": 4, "max_length": 64, "heldout": 0, "ttt_steps": 3, "lr": 1e-2}
     return TrainConfig(
         **small | {"dtype": "float32", "use_gpu": False, "checkpoint_every": 5, "max_failures": 1} | changes
     )
@@ -112,6 +115,15 @@ def sample(number: int) -> Features:
     return Features(f"s{number}", ids, mask, aux, last_hidden, rows)
 
 
+def counting(number: int) -> Features:
+    """A sample whose every token is the one before plus one: what comes next can be learnt."""
+    made = sample(number)
+    made.input_ids = 2 + (number + torch.arange(len(made.input_ids), dtype=torch.int32)) % 28  # [T]
+    made.last_hidden = pieces().head[made.input_ids[made.last_rows + 1].long()]  # [R, H]
+    made.aux[:, -H:] = pieces().head[made.input_ids.long()]  # [T, 3H]
+    return made
+
+
 def training(shape: DrafterConfig | None = None, **changes: Any) -> Training:
     config = drafter_config(shape or DrafterConfig(), TARGET, num_aux=3, draft_vocab_size=32)
     drafter = Drafter(config, torch.arange(32))
@@ -131,6 +143,21 @@ def test_epoch_has_each_sample_once_and_depends_on_seed_and_epoch():
     assert order != epoch_order(0, 1, sizes) != epoch_order(1, 1, sizes)
     first = {shard for shard, _ in order[: sum(sorted(sizes)[:WINDOW])]}
     assert len(first) <= WINDOW  # reads stay within a window of shards
+
+
+def test_held_out_samples_are_never_trained_on_and_all_others_are():
+    sizes = [3, 1, 4, 2] * 5
+    held = heldout(0, sizes, 7)
+    assert len(set(held)) == 7
+    assert held == heldout(0, sizes, 7) != heldout(1, sizes, 7)
+    every = {(shard, i) for shard, size in enumerate(sizes) for i in range(size)}
+    assert sorted(epoch_order(0, 2, sizes, held)) == sorted(every - set(held))
+    batches = list(islice(positions(settings(), sizes, 0, 1, 0, held), 2 * 43))  # 43 samples are left, 4 a batch
+    seen = [pair for batch in batches for pair in batch]
+    assert sorted(seen[:43]) == sorted(every - set(held))
+    assert sorted(seen) == sorted([*(every - set(held))] * 8)
+    with pytest.raises(ConfigError, match="train.heldout: 50 leaves none of 50 samples"):
+        heldout(0, sizes, 50)
 
 
 @pytest.mark.parametrize("consumed", [0, 4, 36])
@@ -256,6 +283,26 @@ def test_accept_length_of_an_untrained_and_a_trained_drafter():
     assert 1 <= before["accept_length"] < after["accept_length"] <= 4
 
 
+def test_a_trained_drafter_used_wrongly_is_told_from_one_used_rightly():
+    """On other boundaries, or with its vocabulary mapped otherwise: by the limit below which a start is refused."""
+    trainer, samples = training(steps=120), [counting(number) for number in range(48)]
+    for share in islice(positions(trainer.config, [24], 0, 1, 0), 120):
+        trainer.step([samples[i] for _, i in share])
+
+    def ratio(drafter: Drafter) -> float:
+        alone = Training(trainer.config, drafter, pieces().head, torch.device("cpu"))
+        walked = alone.accept_length(samples[24:], num_steps=3)
+        return walked["accept_length"] / walked["never_right"]
+
+    assert ratio(trainer.drafter) > 2
+    shifted = copy.deepcopy(trainer.drafter)
+    shifted.d2t += 1
+    assert ratio(shifted) < UNTRAINED
+    swapped = copy.deepcopy(trainer.drafter)
+    swapped.fc.weight.data = swapped.fc.weight.roll(H, dims=1)
+    assert ratio(swapped) < UNTRAINED
+
+
 def _worker(rank: int, world: int, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=world)
@@ -279,18 +326,83 @@ def test_workers_train_what_one_worker_does(tmp_path: Path, world: int):
             torch.testing.assert_close(weights[name], tensor, atol=1e-5, rtol=0, msg=name)
 
 
-def store(root: Path, samples: int, unit: int) -> Units:
-    """A store of random features, and of the responses they belong to."""
+def store(root: Path, samples: int, unit: int, make: Callable[[int], Features] = sample) -> Units:
+    """A store of features, and of the responses they belong to, in two domains."""
     files = Filesystem(str(root / "store"))
     features, responses = Units(files, "features", "ff"), Units(files, "responses", "rr")
     for first in range(0, samples, unit):
-        group = [sample(number) for number in range(first, first + unit)]
+        group = [make(number) for number in range(first, first + unit)]
         path = root / "shard"
         write_features(path, group, "ff")
         features.commit(f"u{first:04}", path, [{"id": s.id} for s in group])
-        write_responses(path, [Response(s.id, s.input_ids, s.loss_mask, ["stop"]) for s in group], "rr")
+        write_responses(path, [response(s) for s in group], "rr")
         responses.commit(f"u{first:04}", path, [{"id": s.id} for s in group])
     return features
+
+
+def response(s: Features) -> Response:
+    return Response(s.id, s.input_ids, s.loss_mask, ["stop"], "odd" if int(s.id[1:]) % 2 else "even")
+
+
+# ---------------------------------------------------------------- start.json
+
+
+def test_start_names_what_the_drafter_is_made_from(tmp_path: Path):
+    config, features = stage(tmp_path, heldout=5)
+    config.drafter.draft_vocab_size = 12
+    start = frozen_start(config, features, DESCRIPTION, "drafters/d")
+    units = [f"u{first:04}" for first in range(0, 30, 3)]
+    assert start["units"] == units
+    assert [(units.index(unit), i) for unit, i in start["heldout"]] == heldout(0, [3] * 10, 5)
+    ids = torch.tensor(start["draft_ids"])
+    assert (len(ids), start["drafter"]["draft_vocab_size"], start["samples"]) == (12, 12, 30)
+    for domain, parity in (("even", 0), ("odd", 1)):
+        said = torch.cat([s.input_ids[s.loss_mask] for s in map(sample, range(parity, 30, 2))])
+        assert start["coverage_by_domain"][domain] == pytest.approx(torch.isin(said, ids).double().mean().item())
+    low, high = sorted(start["coverage_by_domain"].values())
+    assert low < start["coverage"] < high
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"draft_vocab_size": 20}, "drafter.draft_vocab_size: 20, but .* began with 32"),
+        ({"vocabulary": "probability"}, "drafter.vocabulary: 'probability', but .* began with 'tokens'"),
+        ({"heldout": 3}, "train.heldout: 3, but .* began with 0"),
+        ({"responses": "other"}, "features.responses: 'other', but .* began with 'rr'"),
+    ],
+)
+def test_a_start_of_other_settings_or_another_corpus_is_refused(tmp_path: Path, change: dict[str, Any], message: str):
+    config, features = stage(tmp_path)
+    description = dict(DESCRIPTION)
+    frozen_start(config, features, description, "drafters/d")
+    for settings in (vars(config.drafter), vars(config.train), description):
+        settings.update({name: value for name, value in change.items() if name in settings})
+    with pytest.raises(ConfigError, match=message):
+        frozen_start(config, features, description, "drafters/d")
+
+
+def test_special_tokens_that_were_said_are_in_the_vocabulary(tmp_path: Path):
+    config, features = stage(tmp_path)
+    config.drafter.draft_vocab_size = 4
+    rare = [29, 45]  # 45 was never said
+    tokens = {str(number): {"content": f"<{number}>", "special": True} for number in rare}
+    (tmp_path / "target" / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": tokens}))
+    start = frozen_start(config, features, DESCRIPTION, "drafters/d")
+    assert {1, 29} < set(start["draft_ids"])  # 1 ends an answer
+    assert 45 not in start["draft_ids"]
+
+
+def test_probability_is_counted_on_target_rows_of_the_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    config, features = stage(tmp_path)
+    commits = features.commits()
+    rows = torch.cat([sample(number).last_hidden for number in range(30)])  # [R, H]
+    mass, counted = start_module._count_probability(config, features, commits)
+    assert counted == len(rows)
+    torch.testing.assert_close(mass, (rows @ pieces().head.T).softmax(-1).double().sum(0), atol=1e-4, rtol=0)
+    monkeypatch.setattr(start_module, "COUNTED_ROWS", 40)
+    _, counted = start_module._count_probability(config, features, commits)
+    assert 40 <= counted < 60  # whole samples
 
 
 # ---------------------------------------------------------------- the stage, on a real Ray
@@ -304,7 +416,7 @@ def ray_up() -> Iterator[None]:
     ray.shutdown()
 
 
-def stage(root: Path, **changes: Any) -> tuple[Config, Units]:
+def stage(root: Path, make: Callable[[int], Features] = sample, **changes: Any) -> tuple[Config, Units]:
     """A target's folder, a store, and the configuration of a drafter's training."""
     target = root / "target"
     target.mkdir()
@@ -327,7 +439,7 @@ def stage(root: Path, **changes: Any) -> tuple[Config, Units]:
         evaluate=EvaluateConfig(source="none"),
         cluster=ClusterConfig(),
     )
-    return config, store(root, samples=30, unit=3)
+    return config, store(root, samples=30, unit=3, make=make)
 
 
 DESCRIPTION = {"responses": "rr", "boundaries": [2, 4, 6]}
@@ -383,10 +495,53 @@ def test_a_worker_killed_among_two_changes_nothing(tmp_path: Path, ray_up: None)
 
 
 def test_no_steps_export_the_initial_drafter(tmp_path: Path, ray_up: None):
-    config, features = stage(tmp_path, steps=0)
+    """Of a vocabulary by probability, which is counted in a Ray task too."""
+    config, features = stage(tmp_path, steps=0, heldout=4)
+    config.drafter.vocabulary, config.drafter.draft_vocab_size = "probability", 12
     summary = train_drafter(config, features, DESCRIPTION, "drafters/zero")
     assert (summary["steps"], summary["consumed"]) == (0, 0)
+    assert summary["heldout"]["samples"] == 4
+    assert summary["heldout"]["before"] == summary["heldout"]["after"]
+    rows = torch.cat([sample(number).last_hidden for number in range(30)])  # [R, H]
+    assert json.loads(features.files.read("drafters/zero/start.json"))["counted_rows"] == len(rows)
     export_drafter(config, features.files, "drafters/zero", [1, 3, 5], tmp_path / "out", "bfloat16")
     drafter = load(tmp_path / "out")
     assert torch.equal(drafter.fc.weight[:, -H:], torch.eye(H))
-    assert drafter.lm_head.weight.shape == (32, H)
+    assert drafter.lm_head.weight.shape == (12, H)
+    likely = (rows @ pieces().head.T).softmax(-1).sum(0)  # [V]
+    likely[1] = 1e9  # it ends an answer
+    assert set(drafter.draft_ids.tolist()) == set(likely.topk(12).indices.tolist())
+
+
+def published(root: Path, config: Config, drafter: Drafter) -> None:
+    """Export the drafter below `root`, and have the configuration start from it."""
+    export(root, drafter, [1, 3, 5], "float32")
+    config.drafter.start_from, config.drafter.vocabulary = str(root), "start"
+
+
+def test_a_start_that_does_not_fit_stops_before_the_first_step(tmp_path: Path, ray_up: None):
+    config, features = stage(tmp_path, make=counting, steps=20, heldout=6)
+    drafter = training().drafter
+    initialise(drafter, pieces(), seed=5, settings=DrafterConfig(initial_fc="random", initial_lm_head="random"))
+    published(tmp_path / "random", config, drafter)
+    for _ in range(2):  # so does the second try
+        with pytest.raises(
+            ConfigError, match=r"drafter.start_from: '.*/random' has a walked accept length of 1\.\d+ on 6"
+        ):
+            train_drafter(config, features, DESCRIPTION, "drafters/d")
+    assert not features.files.list("drafters/d/state")
+    assert not features.files.exists("drafters/d/summary.json")
+
+
+@pytest.mark.full
+def test_training_goes_on_from_a_published_drafter(tmp_path: Path, ray_up: None):
+    config, features = stage(tmp_path, make=counting, steps=120, heldout=6, num_workers=2)
+    first = train_drafter(config, features, DESCRIPTION, "drafters/first")["heldout"]
+    assert first["before"]["accept_length"] < UNTRAINED * first["before"]["never_right"]
+    assert first["after"]["accept_length"] > UNTRAINED * first["after"]["never_right"]
+    export_drafter(config, features.files, "drafters/first", [1, 3, 5], tmp_path / "first", "float32")
+    config.drafter.start_from, config.drafter.vocabulary = str(tmp_path / "first"), "start"
+    second = train_drafter(config, features, DESCRIPTION, "drafters/second")["heldout"]
+    assert second["before"] == first["after"]  # the same samples are held out
+    before, after = (features.files.url(f"drafters/{name}/weights/model.safetensors") for name in ("first", "second"))
+    assert not torch.equal(load_file(before)["lm_head.weight"], load_file(after)["lm_head.weight"])

@@ -12,7 +12,7 @@ import queue
 import random
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import torch
 
@@ -26,46 +26,70 @@ WINDOW = 8  # shards whose samples are shuffled together, and the most that are 
 PREFETCH = 4  # batches read ahead
 
 
-def epoch_order(seed: int, epoch: int, sizes: list[int]) -> list[tuple[int, int]]:
-    """(shard, sample) of every sample, for shards of `sizes` samples."""
+Pair = tuple[int, int]  # a sample: its shard, and its place in that
+
+
+def heldout(seed: int, sizes: list[int], count: int) -> list[Pair]:
+    """`count` samples out of shards of `sizes` samples, ascending. ConfigError where none would be left to train on."""
+    every = [(shard, i) for shard, size in enumerate(sizes) for i in range(size)]
+    if count >= len(every):
+        raise ConfigError(f"train.heldout: {count} leaves none of {len(every)} samples to train on")
+    return sorted(random.Random(f"{seed}/heldout").sample(every, count))
+
+
+def epoch_order(seed: int, epoch: int, sizes: list[int], held: Collection[Pair] = ()) -> list[Pair]:
+    """(shard, sample) of every sample but the `held` ones, for shards of `sizes` samples."""
     shuffle = random.Random(f"{seed}/{epoch}").shuffle
     shards = list(range(len(sizes)))
     shuffle(shards)
     order = []
     for start in range(0, len(shards), WINDOW):
         window = [(shard, i) for shard in shards[start : start + WINDOW] for i in range(sizes[shard])]
+        window = [pair for pair in window if pair not in held]
         shuffle(window)
         order += window
     return order
 
 
 def positions(
-    config: TrainConfig, sizes: list[int], rank: int, world: int, consumed: int
-) -> Iterator[list[tuple[int, int]]]:
-    """This worker's share of each global batch, for ever: (shard, sample) pairs; `consumed` counts all workers'."""
-    total, epoch, order = sum(sizes), -1, []
+    config: TrainConfig, sizes: list[int], rank: int, world: int, consumed: int, held: Collection[Pair] = ()
+) -> Iterator[list[Pair]]:
+    """This worker's share of each global batch, for ever; `consumed` counts all workers'."""
+    total, epoch, order = sum(sizes) - len(held), -1, []
     for start in range(consumed, 2**63, config.batch_size):
         share = []
         for position in range(start + rank, start + config.batch_size, world):
             if position // total != epoch:
                 epoch = position // total
-                order = epoch_order(config.seed, epoch, sizes)
+                order = epoch_order(config.seed, epoch, sizes, held)
             share.append(order[position % total])
         yield share
 
 
 def stream(
-    config: TrainConfig, features: Units, commits: list[Commit], cache: Cache, rank: int, world: int, consumed: int
+    config: TrainConfig,
+    features: Units,
+    commits: list[Commit],
+    cache: Cache,
+    rank: int,
+    world: int,
+    consumed: int,
+    held: Collection[Pair] = (),
 ) -> Iterator[list[Features]]:
     """The samples of this worker's share of each global batch, read ahead by a thread."""
     sizes = [len(commit.samples) for commit in commits]
     if not sum(sizes):
         raise ConfigError(f"train: no sample is committed below {features.files.url(features.folder)}")
-    return _ahead(_read(features, commits, positions(config, sizes, rank, world, consumed), cache))
+    return _ahead(_read(features, commits, positions(config, sizes, rank, world, consumed, set(held)), cache))
+
+
+def read_samples(features: Units, commits: list[Commit], cache: Cache, pairs: list[Pair]) -> list[Features]:
+    """The samples named by `pairs`."""
+    return next(_read(features, commits, iter([pairs]), cache))
 
 
 def _read(
-    features: Units, commits: list[Commit], shares: Iterator[list[tuple[int, int]]], cache: Cache
+    features: Units, commits: list[Commit], shares: Iterator[list[Pair]], cache: Cache
 ) -> Iterator[list[Features]]:
     readers: OrderedDict[int, ShardReader] = OrderedDict()
     for share in shares:

@@ -122,20 +122,37 @@ class Training:
 
     @torch.no_grad()
     def accept_length(self, samples: list[Features], num_steps: int) -> dict[str, Any]:
-        """Simulated serving of the samples' greedy answers (`walk`), drafted `num_steps` ahead."""
-        tokens = verified = 0
+        """Simulated serving of the samples' greedy answers (`walk`), drafted `num_steps` ahead.
+
+        `never_right` is the accept length of a drafter without a hit: above 1, for prefill's own tokens count.
+        """
+        tokens = verified = without = 0
         for batch in batches(samples, self.config.max_length, self.dtype):
             batch = batch.to(self.device)
             goal = targets(batch, self._greedy(batch), self.drafter, num_steps)
             with torch.autocast(self.device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16):
                 _, _, prefix = ttt_loss(self.drafter, batch, goal, self.draft_head, goal.count())
             pieces = zip(prefix.split(batch.lengths), batch.loss_mask.split(batch.lengths), strict=True)
-            for said, checked in (walk(hits, mask, num_steps) for hits, mask in pieces):
+            for hits, mask in pieces:
+                said, checked = walk(hits, mask, num_steps)
                 tokens, verified = tokens + said, verified + checked
-        return {"completion_tokens": tokens, "verify_steps": verified, "accept_length": tokens / max(1, verified)}
+                without += walk(torch.zeros_like(hits), mask, num_steps)[1]
+        return {
+            "completion_tokens": tokens,
+            "verify_steps": verified,
+            "accept_length": tokens / max(1, verified),
+            "never_right": tokens / max(1, without),
+        }
 
 
 def _sum(tensor: Tensor) -> None:
     """Over all workers, in place."""
     if dist.is_initialized():
         dist.all_reduce(tensor)
+
+
+def all_here(device: torch.device) -> None:
+    """Return when every worker has come here."""
+    _sum(torch.zeros(1, device=device))
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

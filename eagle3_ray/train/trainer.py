@@ -2,14 +2,15 @@
 
 Everything about one drafter lies below its prefix in the store:
 
-    start.json            what it is made from: settings, the frozen list of feature units, the draft vocabulary
+    start.json            what it is made from (`start`); start.safetensors, where it goes on from a published drafter
+    before.json           its walked accept length on the held-out samples before the first step
     state/<step>…         checkpoints to resume from: weights, optimizer moments, samples consumed
     weights/              the trained drafter, without the target's embedding
     tensorboard/, ray/    curves, and Ray Train's own files
     summary.json          written last: the drafter is finished
 
-The first run decides start.json; every later one follows it, so that a restart, with any number of workers, goes on
-with the same samples. Checkpoints are not handed to Ray: one reported just before a kill may be lost.
+Every run follows start.json, so that a restart, with any number of workers, goes on with the same samples. Checkpoints
+are not handed to Ray: one reported just before a kill may be lost.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import os
 import tempfile
 import time
 from collections import deque
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,23 +29,27 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from eagle3_ray.capture import target_config, target_folder, text_config
-from eagle3_ray.config import PLACEMENT, Config, ConfigError
+from eagle3_ray.config import Config, ConfigError
 from eagle3_ray.drafter.checkpoint import export
 from eagle3_ray.drafter.loss import Metrics
 from eagle3_ray.drafter.model import Drafter
-from eagle3_ray.drafter.shape import drafter_config, read_config
+from eagle3_ray.drafter.shape import read_config
 from eagle3_ray.drafter.target import initialise, load_pieces
-from eagle3_ray.drafter.vocabulary import count_tokens, coverage, draft_vocabulary, end_tokens
 from eagle3_ray.progress import Progress
 from eagle3_ray.store.cache import node_cache
 from eagle3_ray.store.commits import Units
 from eagle3_ray.store.filesystem import Filesystem
-from eagle3_ray.train.features import stream
-from eagle3_ray.train.loop import Training
+from eagle3_ray.store.shards import Features
+from eagle3_ray.train.features import read_samples, stream
+from eagle3_ray.train.loop import Training, all_here
+from eagle3_ray.train.start import frozen_start
 
 KEPT = 2  # checkpoints to resume from
 RECENT = 50  # steps that the printed and final metrics are the mean of
+WALKED = 3  # drafts a verify step on the held-out samples, whatever was trained: so drafters can be compared
+# A published drafter below this many times the accept length of one that is never right is misused: one boundary off
+# has been seen to leave a tenth of the first guesses right, where trained ones have a third and more
+UNTRAINED = 1.2
 
 
 @dataclass
@@ -70,11 +75,13 @@ def train_drafter(config: Config, features: Units, description: dict[str, Any], 
     if files.exists(f"{prefix}/summary.json"):
         return json.loads(files.read(f"{prefix}/summary.json"))
     began = time.time()
-    start = _start(config, features, description, prefix)
+    start = frozen_start(config, features, description, prefix)
+    _check_fits(files, prefix, start)  # of an earlier run
     _run(Task(config, features, prefix, start))
+    _check_fits(files, prefix, start)
     result = json.loads(files.read(f"{prefix}/weights/result.json"))
     summary = {
-        **{name: start[name] for name in ("settings", "coverage", "samples")},
+        **{name: start[name] for name in ("settings", "coverage", "coverage_by_domain", "samples")},
         **result,
         "draft_vocab_size": len(start["draft_ids"]),
         "units": len(start["units"]),
@@ -88,62 +95,18 @@ def export_drafter(
     config: Config, files: Filesystem, prefix: str, layer_ids: list[int], folder: Path, dtype: str
 ) -> None:
     """Write the trained drafter to a local folder as SGLang loads it; `layer_ids` name its boundaries, in order."""
-    with tempfile.TemporaryDirectory() as temporary:
-        local = Path(temporary, "model.safetensors")
-        files.download(f"{prefix}/weights/model.safetensors", local)
-        weights = load_file(local)
+    weights = _tensors(files, f"{prefix}/weights/model.safetensors")
     drafter_json = json.loads(files.read(f"{prefix}/weights/config.json"))
     draft_ids = weights["d2t"] + torch.arange(len(weights["d2t"]))
     drafter = Drafter(read_config(drafter_json), draft_ids)
     if not drafter.own_embedding:
-        weights["embed_tokens.weight"] = load_pieces(config.target, getattr(torch, dtype)).embedding
+        pieces = load_pieces(config.target, getattr(torch, dtype), config.store.storage_options)
+        weights["embed_tokens.weight"] = pieces.embedding
     drafter.load_state_dict(weights)
     export(folder, drafter, layer_ids, dtype)
 
 
 # ---------------------------------------------------------------- the driver
-
-
-def _start(config: Config, features: Units, description: dict[str, Any], prefix: str) -> dict[str, Any]:
-    """start.json: made by the first run, followed by every later one."""
-    key = f"{prefix}/start.json"
-    train = {name: value for name, value in asdict(config.train).items() if name not in PLACEMENT}
-    fingerprint = features.folder.rpartition("/")[2]
-    settings = {"features": {"fingerprint": fingerprint}, "drafter": asdict(config.drafter), "train": train}
-    if not features.files.exists(key):
-        commits = features.commits()
-        folder = target_folder(config.target)
-        model = text_config(target_config(folder))
-        counts = _counts(config, features.files, description["responses"], int(model["vocab_size"]))
-        ids = draft_vocabulary(counts, config.drafter.draft_vocab_size, end_tokens(folder))
-        drafter = drafter_config(config.drafter, model, len(description["boundaries"]), len(ids))
-        start = {
-            "settings": settings,
-            "units": [commit.unit for commit in commits],
-            "samples": sum(len(commit.samples) for commit in commits),
-            "drafter": drafter.to_dict(),
-            "draft_ids": ids.tolist(),
-            "coverage": coverage(counts, ids),
-        }
-        if not start["samples"]:
-            raise ConfigError(f"train: no sample is committed below {features.files.url(features.folder)}")
-        features.files.create(key, _json(start))
-    start = json.loads(features.files.read(key))
-    for group, values in settings.items():
-        for name, value in values.items():
-            if start["settings"][group].get(name) != value:
-                before = start["settings"][group].get(name)
-                raise ConfigError(f"{group}.{name}: {value!r}, but {features.files.url(key)} began with {before!r}")
-    return start
-
-
-def _counts(config: Config, files: Filesystem, responses: str, vocab_size: int) -> Tensor:
-    """How often each token was said in all committed responses: [V]."""
-    units, counts = Units(files, "responses", responses), torch.zeros(vocab_size, dtype=torch.int64)
-    for commit in units.commits():
-        reader = units.open(commit, node_cache(config.store))
-        counts += count_tokens((reader.response(i) for i in range(len(reader))), vocab_size)
-    return counts
 
 
 def _run(task: Task) -> None:
@@ -157,6 +120,26 @@ def _run(task: Task) -> None:
     address = ray.get_runtime_context().gcs_address
     fit = ray.remote(num_cpus=0, max_retries=0, runtime_env={"env_vars": {"RAY_ADDRESS": address}})(_fit)
     ray.get(fit.remote(task))
+
+
+def _fits(start: dict[str, Any], before: dict[str, Any]) -> bool:
+    """Whether a drafter that claims to be trained is."""
+    claims = start["settings"]["drafter"]["start_from"] is not None
+    return not claims or before["accept_length"] >= UNTRAINED * before["never_right"]
+
+
+def _check_fits(files: Filesystem, prefix: str, start: dict[str, Any]) -> None:
+    """ConfigError where the workers found a published start to be no drafter for these features."""
+    key = f"{prefix}/before.json"
+    if not files.exists(key) or _fits(start, before := json.loads(files.read(key))):
+        return
+    raise ConfigError(
+        f"drafter.start_from: {start['settings']['drafter']['start_from']!r} has a walked accept length of "
+        f"{before['accept_length']:.3f} on {len(start['heldout'])} held-out samples ({before['verify_steps']} verify "
+        f"steps) before the first step; a drafter that is never right has {before['never_right']:.3f}, a trained one "
+        f"{UNTRAINED} times that at least. It was probably trained on other boundaries than capture.boundaries (its "
+        f"config says {start['published']}), on another target or chat template, or its vocabulary is mapped otherwise"
+    )
 
 
 def _fit(task: Task) -> None:
@@ -212,11 +195,16 @@ def _work(given: dict[str, Any]) -> None:
     training = _build(task, ray.train.torch.get_device())
     consumed = _resume(files, f"{task.prefix}/state", training)
     commits = [task.features.read_commit(unit) for unit in task.start["units"]]
+    cache = node_cache(task.config.store)
+    held = [(task.start["units"].index(unit), i) for unit, i in task.start["heldout"]]
+    heldout = read_samples(task.features, commits, cache, held) if rank == 0 else []
+    if not _fits(task.start, before := _before(task, training, heldout, rank)):
+        return  # the driver says so: to Ray Train an error is a worker to start again
     progress = Progress("train", train.steps, "steps", done=training.taken)
     recent: deque[Metrics] = deque(maxlen=RECENT)
     with tempfile.TemporaryDirectory() as temporary:
         curves = _Curves(files, f"{task.prefix}/tensorboard", Path(temporary, "curves")) if rank == 0 else None
-        data = stream(train, task.features, commits, node_cache(task.config.store), rank, world, consumed)
+        data = stream(train, task.features, commits, cache, rank, world, consumed, held)
         tokens, began = 0, time.monotonic()
         while training.taken < train.steps:
             metrics, facts = training.step(next(data))
@@ -237,17 +225,30 @@ def _work(given: dict[str, Any]) -> None:
         if curves:
             seconds = time.monotonic() - began
             facts = {"steps": training.taken, "consumed": consumed, "tokens_per_s": round(tokens / seconds, 1)}
-            _finish(task, training, {**facts, **(_mean(recent) if recent else {})})
+            after = training.accept_length(heldout, WALKED)
+            walked = {"samples": len(held), "draft_steps": WALKED, "before": before, "after": after}
+            _finish(task, training, {**facts, "heldout": walked, **(_mean(recent) if recent else {})})
             curves.upload()
     ray.train.report({"step": training.taken})
+
+
+def _before(task: Task, training: Training, heldout: list[Features], rank: int) -> dict[str, Any]:
+    """before.json: measured once, by rank 0, before any step is taken."""
+    key = f"{task.prefix}/before.json"
+    if rank == 0 and not task.files.exists(key):
+        task.files.write(key, _json(training.accept_length(heldout, WALKED)))
+    all_here(training.device)
+    return json.loads(task.files.read(key))
 
 
 def _build(task: Task, device: torch.device) -> Training:
     """The initial drafter and the target's head."""
     config, start = task.config, task.start
-    pieces = load_pieces(config.target, getattr(torch, config.train.dtype))
+    pieces = load_pieces(config.target, getattr(torch, config.train.dtype), config.store.storage_options)
     drafter = Drafter(read_config(start["drafter"]), torch.tensor(start["draft_ids"]))
-    initialise(drafter, pieces, config.train.seed)
+    initialise(drafter, pieces, config.train.seed, config.drafter)
+    if config.drafter.start_from:
+        drafter.load_state_dict(_tensors(task.files, f"{task.prefix}/start.safetensors"), strict=False)
     return Training(config.train, drafter, pieces.head, device)
 
 
@@ -275,6 +276,13 @@ def _resume(files: Filesystem, folder: str, training: Training) -> int:
             progress = file.metadata()
         training.restore(load_file(local), int(progress["step"]))
     return int(progress["consumed"])
+
+
+def _tensors(files: Filesystem, key: str) -> dict[str, Tensor]:
+    with tempfile.TemporaryDirectory() as temporary:
+        local = Path(temporary, "tensors")
+        files.download(key, local)
+        return load_file(local)
 
 
 def _finish(task: Task, training: Training, result: dict[str, Any]) -> None:

@@ -1,0 +1,105 @@
+"""Single tensors of a folder of safetensors files, on disk or in a bucket, without the rest of it.
+
+Of each file that is looked into the header is read, and of a tensor its own bytes, in pieces and several at a time: so
+a few GB come out of hundreds. Where there is an index (model.safetensors.index.json), the other files stay closed.
+Format: https://github.com/huggingface/safetensors#format.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from eagle3_ray.store.filesystem import StoreError
+from eagle3_ray.store.layout import DTYPES, MAX_HEADER
+from eagle3_ray.store.parallel import in_parallel
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+PIECE_BYTES = 32 * 2**20  # of one request, which has a time limit
+READERS = 8
+STORED = DTYPES | {"BOOL": torch.bool, "F64": torch.float64}
+
+
+class Source(Protocol):
+    """Where the files are: a `Filesystem`, or a model hub."""
+
+    def url(self, key: str) -> str: ...
+
+    def read(self, key: str, start: int | None = None, end: int | None = None) -> bytes:
+        """The file, or its bytes start:end; FileNotFoundError where there is none."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Where a tensor lies."""
+
+    file: str
+    dtype: str  # as safetensors names it
+    shape: tuple[int, ...]
+    begin: int  # in the file
+    end: int
+
+
+class Tensors:
+    """A folder's tensors, by name. FileNotFoundError where it holds no safetensors, StoreError for damaged ones."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self._headers: dict[str, dict[str, Entry]] = {}
+        try:
+            self._file_of: dict[str, str] = json.loads(source.read(INDEX))["weight_map"]
+        except FileNotFoundError:
+            self._file_of = dict.fromkeys(self._header(SINGLE), SINGLE)
+
+    def names(self) -> list[str]:
+        return list(self._file_of)
+
+    def entry(self, name: str) -> Entry:
+        header = self._header(self._file_of[name])
+        if name not in header:
+            raise StoreError(f"{self._source.url(self._file_of[name])} holds no {name}, against what {INDEX} says")
+        return header[name]
+
+    def read(self, name: str) -> Tensor:
+        entry = self.entry(name)
+        size = entry.end - entry.begin
+        if entry.dtype not in STORED or size != math.prod(entry.shape) * STORED[entry.dtype].itemsize:
+            raise StoreError(f"{self._source.url(entry.file)}: {name} is {size} bytes of {entry.dtype} {entry.shape}")
+        if not size:
+            return torch.empty(entry.shape, dtype=STORED[entry.dtype])
+        data = bytearray(size)
+
+        def fill(start: int) -> None:
+            end = min(start + PIECE_BYTES, size)
+            piece = self._source.read(entry.file, entry.begin + start, entry.begin + end)
+            if len(piece) != end - start:
+                raise StoreError(f"{self._source.url(entry.file)} ends before its tensor {name} does")
+            data[start:end] = piece
+
+        for _ in in_parallel(fill, range(0, size, PIECE_BYTES), READERS):
+            pass
+        return torch.frombuffer(data, dtype=STORED[entry.dtype]).view(entry.shape)
+
+    def _header(self, file: str) -> dict[str, Entry]:
+        if file not in self._headers:
+            length = int.from_bytes(self._source.read(file, 0, 8), "little")
+            try:
+                if not 0 < length <= MAX_HEADER:
+                    raise ValueError(f"a header of {length} bytes")
+                header: dict[str, Any] = json.loads(self._source.read(file, 8, 8 + length))
+            except ValueError as error:
+                raise StoreError(f"{self._source.url(file)} is no safetensors file: {error}") from None
+            header.pop("__metadata__", None)
+            self._headers[file] = {name: _entry(file, about, 8 + length) for name, about in header.items()}
+        return self._headers[file]
+
+
+def _entry(file: str, about: dict[str, Any], start: int) -> Entry:
+    begin, end = about["data_offsets"]
+    return Entry(file, about["dtype"], tuple(about["shape"]), start + begin, start + end)

@@ -1,0 +1,188 @@
+"""Published drafters as a start: every layout finds its place, and what does not fit is named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from eagle3_ray.config import ConfigError, DrafterConfig
+from eagle3_ray.drafter.model import Drafter
+from eagle3_ray.drafter.published import Published
+
+H, V, VD, INNER = 16, 40, 12, 24
+MODEL: dict[str, Any] = {
+    "hidden_size": H,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "intermediate_size": 99,
+    "vocab_size": V,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e6,
+}
+IDS = torch.tensor([1, 2, 3, 5, 8, 13, 14, 20, 21, 30, 34, 39])  # [Vd]
+T2D = torch.zeros(V, dtype=torch.bool).index_fill(0, IDS, True)
+LLAMA = {  # four heads of 6, one for keys and values: not the target's
+    "hidden_size": H,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+    "head_dim": 6,
+    "intermediate_size": INNER,
+    "num_hidden_layers": 1,
+    "vocab_size": V,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 5e5,
+}
+
+
+def layer() -> dict[str, Tensor]:
+    """The decoder layer's tensors, all different."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = {
+        "input_layernorm": (H,),
+        "hidden_norm": (H,),
+        "post_attention_layernorm": (H,),
+        "self_attn.q_proj": (24, 2 * H),
+        "self_attn.k_proj": (6, 2 * H),
+        "self_attn.v_proj": (6, 2 * H),
+        "self_attn.o_proj": (H, 24),
+        "mlp.gate_proj": (INNER, H),
+        "mlp.up_proj": (INNER, H),
+        "mlp.down_proj": (H, INNER),
+    }
+    return {f"{name}.weight": torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+
+def rest() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    shapes = {"fc.weight": (H, 3 * H), "norm.weight": (H,), "lm_head.weight": (VD, H)}
+    return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+
+def named(prefix: str, middle: str) -> dict[str, Tensor]:
+    tensors = {f"{middle}{name}": tensor for name, tensor in layer().items()} | rest()
+    return {name if name == "lm_head.weight" else prefix + name: tensor for name, tensor in tensors.items()}
+
+
+OFFSETS = {"d2t": IDS - torch.arange(VD), "t2d": T2D}
+EMBEDDING = {"embed_tokens.weight": torch.zeros(V, H)}
+FLAT = {**LLAMA, "architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": VD}
+NESTED = {
+    "architectures": ["Eagle3Speculator"],
+    "speculators_model_type": "eagle3",
+    "draft_vocab_size": VD,
+    "norm_before_residual": False,
+    "transformer_layer_config": {**LLAMA, "model_type": "llama"},
+}
+LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Tensor]]] = {
+    "specforge": (FLAT, named("", "midlayer.") | OFFSETS),
+    "safeailab": ({**FLAT, "architectures": None}, named("", "midlayer.") | EMBEDDING | OFFSETS),
+    "torchspec": (FLAT, named("", "layers.0.") | EMBEDDING | OFFSETS),
+    "wrapped": (FLAT, {f"draft_model.{name}": t for name, t in (named("", "midlayer.") | OFFSETS).items()}),
+    "below model": (FLAT, named("model.", "layers.0.") | OFFSETS),
+    "speculators": (NESTED, named("", "layers.0.") | EMBEDDING | OFFSETS),
+    "absolute ids": (FLAT, named("", "midlayer.") | {"d2t": IDS, "t2d": T2D}),
+    "without t2d": (FLAT, named("", "midlayer.") | {"d2t": IDS - torch.arange(VD)}),
+}
+
+
+def publish(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> DrafterConfig:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file({name: tensor.clone() for name, tensor in tensors.items()}, folder / "model.safetensors")
+    return DrafterConfig(draft_vocab_size=VD, vocabulary="start", start_from=str(folder))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_gives_the_same_drafter(tmp_path: Path, layout: str):
+    published = Published(publish(tmp_path, *LAYOUTS[layout]), MODEL, num_aux=3)
+    assert published.draft_ids().tolist() == IDS.tolist()
+    drafter = Drafter(published.config, published.draft_ids())
+    loaded = drafter.load_state_dict(published.weights(), strict=False)
+    assert (loaded.missing_keys, loaded.unexpected_keys) == (["embed_tokens.weight"], [])
+    state = drafter.state_dict()
+    expected = {f"midlayer.{name}": tensor for name, tensor in layer().items()} | rest() | OFFSETS
+    for name, tensor in expected.items():
+        assert torch.equal(state[name], tensor), name
+    config = published.config
+    assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (4, 1, 6)
+    assert (config.intermediate_size, config.rms_norm_eps, config.max_position_embeddings) == (INNER, 1e-6, 64)
+    assert config.rope_parameters == {"rope_type": "default", "rope_theta": 5e5}
+
+
+def test_a_whole_vocabulary_needs_no_map(tmp_path: Path):
+    head = torch.randn(V, H)
+    settings = publish(tmp_path, {**FLAT, "draft_vocab_size": None}, named("", "layers.0.") | {"lm_head.weight": head})
+    settings.draft_vocab_size = V
+    published = Published(settings, MODEL, num_aux=3)
+    assert published.draft_ids().tolist() == list(range(V))
+    assert torch.equal(published.weights()["lm_head.weight"], head)
+
+
+def test_t2d_tells_offsets_from_ids_where_both_could_be(tmp_path: Path):
+    spread = 2 * torch.arange(VD)  # as offsets they would name 0, 3, .. 33
+    for ids in (spread, 3 * torch.arange(VD)):
+        t2d = torch.zeros(V, dtype=torch.bool).index_fill(0, ids, True)
+        tensors = named("", "midlayer.") | {"d2t": spread, "t2d": t2d}
+        published = Published(publish(tmp_path, FLAT, tensors), MODEL, num_aux=3)
+        assert published.draft_ids().tolist() == ids.tolist()
+        assert torch.equal(published.weights()["t2d"], t2d)
+        assert torch.equal(published.weights()["d2t"] + torch.arange(VD), ids)
+
+
+def without(name: str) -> dict[str, Tensor]:
+    return {key: tensor for key, tensor in LAYOUTS["specforge"][1].items() if key != name}
+
+
+GOOD = LAYOUTS["specforge"][1]
+LONGROPE = {"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0] * 3, "long_factor": [1.0] * 3}}
+
+
+@pytest.mark.parametrize(
+    ("config", "tensors", "settings", "message"),
+    [
+        (FLAT, without("fc.weight"), {}, "no tensor for fc.weight"),
+        (FLAT, without("d2t"), {}, "no d2t, but 12 draft tokens for 40"),
+        (FLAT, GOOD | {"midlayer.self_attn.q_norm.weight": torch.ones(6)}, {}, "self_attn.q_norm.weight has no place"),
+        (FLAT, GOOD | {"layers.0.hidden_norm.weight": torch.ones(H)}, {}, "hidden_norm.weight has no place"),
+        (FLAT, GOOD | {"fc.weight": torch.ones(H, 2 * H)}, {}, r"\[16, 32\], not \[16, 48\]; look at capture"),
+        (FLAT, GOOD | {"d2t": torch.full((VD,), 3)}, {}, "its d2t names neither"),
+        (FLAT, GOOD | {"d2t": IDS - torch.arange(VD) - 1}, {}, "its d2t names neither"),
+        (FLAT, GOOD, {"draft_vocab_size": 20}, "drafter.draft_vocab_size: 20, but drafter.start_from has 12"),
+        (FLAT, GOOD, {"head_dim": 8}, "drafter.head_dim: 8, but drafter.start_from has 6"),
+        ({**FLAT, "norm_output": True}, GOOD, {}, "drafter.norm_output: False, but drafter.start_from has True"),
+        ({**FLAT, "vocab_size": 41}, GOOD, {}, "its vocab_size is 41, the target's 40"),
+        ({**FLAT, "hidden_size": 32}, GOOD, {}, "its hidden_size is 32, the target's 16"),
+        ({**FLAT, "hidden_act": "gelu"}, GOOD, {}, "its hidden_act is 'gelu'"),
+        ({**FLAT, **LONGROPE}, GOOD, {}, "its RoPE is of the type 'longrope'"),
+        ({**NESTED, "norm_before_residual": True}, GOOD, {}, "norm_before_residual, which SGLang does not serve"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_named(
+    tmp_path: Path, config: dict[str, Any], tensors: dict[str, Tensor], settings: dict[str, Any], message: str
+):
+    chosen = publish(tmp_path, config, tensors)
+    for name, value in settings.items():
+        setattr(chosen, name, value)
+    with pytest.raises(ConfigError, match=message):
+        Published(chosen, MODEL, num_aux=3).draft_ids()
+
+
+def test_a_pickle_is_refused_and_not_opened(tmp_path: Path):
+    (tmp_path / "config.json").write_text(json.dumps(FLAT))
+    (tmp_path / "pytorch_model.bin").write_bytes(b"no pickle at all")
+    with pytest.raises(ConfigError, match=r"drafter.start_from: .*never unpickled; convert it to safetensors"):
+        Published(DrafterConfig(start_from=str(tmp_path)), MODEL, num_aux=3)
+
+
+@pytest.mark.parametrize(("path", "message"), [("a/b", "must be an absolute path or s3"), ("/nowhere", "config.json")])
+def test_a_place_that_cannot_be_read_is_named(path: str, message: str):
+    with pytest.raises(ConfigError, match=f"drafter.start_from: '{path}': .*{message}"):
+        Published(DrafterConfig(start_from=path), MODEL, num_aux=3)

@@ -1,0 +1,118 @@
+"""Single tensors of a folder or a bucket: their bytes, and no others."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from eagle3_ray.config import ConfigError, TargetConfig
+from eagle3_ray.drafter.target import check_weights, load_pieces
+from eagle3_ray.store.filesystem import Filesystem, StoreError
+from eagle3_ray.store.tensors import Tensors
+
+TENSORS = {
+    "a": torch.arange(12, dtype=torch.float32).view(3, 4),
+    "b": torch.arange(70_000).to(torch.bfloat16),
+    "c": torch.tensor([True, False, True]),
+    "d": torch.empty(0, 4),
+    "e": torch.tensor(7, dtype=torch.int64),
+}
+
+
+class Counted(Filesystem):
+    """Counts the bytes that it reads of each file."""
+
+    def read(self, key: str, start: int | None = None, end: int | None = None) -> bytes:
+        data = super().read(key, start, end)
+        vars(self).setdefault("seen", {}).setdefault(key, []).append(len(data))
+        return data
+
+
+def write(folder: Path, files: dict[str, str]) -> None:
+    """TENSORS in files: tensor -> file; with an index where that is not a single one."""
+    for file in set(files.values()):
+        save_file({name: TENSORS[name] for name in files if files[name] == file}, folder / file)
+    if set(files.values()) != {"model.safetensors"}:
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_each_tensor_is_read_as_it_was_written(tmp_path: Path, sharded: bool, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("eagle3_ray.store.tensors.PIECE_BYTES", 1000)
+    write(tmp_path, {name: f"{name}.safetensors" if sharded else "model.safetensors" for name in TENSORS})
+    tensors = Tensors(Filesystem(str(tmp_path)))
+    assert set(tensors.names()) == set(TENSORS)
+    for name, tensor in TENSORS.items():
+        read = tensors.read(name)
+        assert read.dtype == tensor.dtype
+        assert torch.equal(read, tensor), name
+
+
+def test_only_headers_and_the_wanted_bytes_are_read(tmp_path: Path):
+    write(tmp_path, {"a": "1.safetensors", "b": "1.safetensors", "c": "2.safetensors", "d": "2.safetensors"})
+    files = Counted(str(tmp_path))
+    assert torch.equal(Tensors(files).read("a"), TENSORS["a"])
+    header = int.from_bytes((tmp_path / "1.safetensors").read_bytes()[:8], "little")
+    assert vars(files)["seen"]["1.safetensors"] == [8, header, 48]
+    assert "2.safetensors" not in vars(files)["seen"]
+
+
+def test_damaged_files_are_named(tmp_path: Path):
+    with pytest.raises(FileNotFoundError):
+        Tensors(Filesystem(str(tmp_path)))
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(b"\xff" * 100)
+    with pytest.raises(StoreError, match="model.safetensors is no safetensors file"):
+        Tensors(Filesystem(str(tmp_path)))
+    save_file({"a": TENSORS["a"]}, path)
+    path.write_bytes(path.read_bytes()[:-4])
+    with pytest.raises(StoreError, match="ends before its tensor a does"):
+        Tensors(Filesystem(str(tmp_path))).read("a")
+    write(tmp_path, {"a": "1.safetensors", "b": "1.safetensors"})
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"z": "1.safetensors"}}))
+    with pytest.raises(StoreError, match="holds no z"):
+        Tensors(Filesystem(str(tmp_path))).read("z")
+
+
+# ---------------------------------------------------------------- target.weights
+
+
+def target(folder: Path, norm: float = 1.0) -> TargetConfig:
+    """Pieces of a few bytes among layers of 2 MB."""
+    folder.mkdir(exist_ok=True)
+    table = torch.arange(40, dtype=torch.float32).view(10, 4)
+    tensors = {"model.embed_tokens.weight": table, "lm_head.weight": -table, "model.norm.weight": norm * torch.ones(4)}
+    tensors |= {f"model.layers.{i}.mlp.up_proj.weight": torch.ones(512, 512) for i in range(2)}
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps({"vocab_size": 10, "tie_word_embeddings": False}))
+    return TargetConfig("t", str(folder))
+
+
+def test_pieces_come_from_target_weights_where_it_is_set(tmp_path: Path):
+    config = target(tmp_path / "a")
+    target(tmp_path / "b", norm=2.0)
+    config.weights = str(tmp_path / "b")
+    assert torch.equal(load_pieces(config, torch.float32).norm, torch.full((4,), 2.0))
+    with pytest.raises(ConfigError, match="target.weights: '.*/b': its norm.weight is not that of target.path='.*/a'"):
+        check_weights(config)
+    config.weights = str(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match="target.weights: '.*/nowhere': .*config.json"):
+        check_weights(config)
+    config.weights = str(tmp_path / "a")
+    check_weights(config)
+
+
+def test_a_head_of_another_shape_is_not_the_targets(tmp_path: Path):
+    config = target(tmp_path / "a")
+    other = target(tmp_path / "b")
+    save_file(
+        {"embed_tokens.weight": torch.ones(10, 4), "lm_head.weight": torch.ones(11, 4), "norm.weight": torch.ones(4)},
+        tmp_path / "b" / "model.safetensors",
+    )
+    config.weights = other.path
+    with pytest.raises(ConfigError, match=r"its lm_head.weight is \('F32', \(11, 4\)\), that of target.path .*10, 4"):
+        check_weights(config)
