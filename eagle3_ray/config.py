@@ -150,7 +150,7 @@ class TrainConfig:
     steps: int = 20000  # optimizer steps in all; 0 exports the initial drafter
     batch_size: int = 8  # samples a step, over all workers
     max_length: int = 4096  # tokens; a longer sample is cut
-    heldout: int = 16  # samples not trained on, of which the accept length before and after training is told
+    heldout: int = 16  # samples not trained on (at most a quarter), to tell the accept length before and after
     ttt_steps: int = 7
     loss: str = "soft_ce"  # soft_ce | lk_alpha | lk_lambda: the last two aim at acceptance (drafter/loss.py)
     step_decay: float = 1.0  # step k of training-time test weighs step_decay**k

@@ -30,7 +30,6 @@ SMALL = [
     "hardware.num_actors=1",
     "capture.boundaries=[2,15,27]",
     "train.steps=0",
-    "train.heldout=2",
     "run=job",
 ]
 

@@ -17,7 +17,6 @@ def test_stages_run_alone_and_in_order(tiny_llama_folder: Path, tmp_path: Path) 
         "prompts.unit_size=4",
         "sampling.max_new_tokens=8",
         "train.steps=2",
-        "train.heldout=2",
         "drafter.draft_vocab_size=64",
     ]
     settings += [f"evaluate.source={tmp_path}/p.jsonl", "cluster.num_cpus=2", "drafter.draft_vocab_size=64"]

@@ -156,8 +156,7 @@ def test_held_out_samples_are_never_trained_on_and_all_others_are():
     seen = [pair for batch in batches for pair in batch]
     assert sorted(seen[:43]) == sorted(every - set(held))
     assert sorted(seen) == sorted([*(every - set(held))] * 8)
-    with pytest.raises(ConfigError, match="train.heldout: 50 leaves none of 50 samples"):
-        heldout(0, sizes, 50)
+    assert len(heldout(0, sizes, 50)) == 12  # a quarter, at most
 
 
 @pytest.mark.parametrize("consumed", [0, 4, 36])

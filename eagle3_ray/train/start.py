@@ -77,6 +77,8 @@ def _decided(config: Config, features: Units, description: dict[str, Any], prefi
     said = torch.stack(list(counts.values())).sum(0)  # [V]
     boundaries = len(description["boundaries"])
     if config.drafter.start_from:
+        if not held:
+            raise ConfigError(f"drafter.start_from: {sum(sizes)} samples are too few to measure it on")
         drafter, ids, told = _published(config, features.files, boundaries, prefix)
     else:
         drafter, ids, told = _new(config, features, commits, boundaries, said)
