@@ -13,13 +13,8 @@ from test_cli import command
 def test_stages_run_alone_and_in_order(tiny_llama_folder: Path, tmp_path: Path) -> None:
     (tmp_path / "p.jsonl").write_text("".join(json.dumps({"prompt": f"Say {i}"}) + "\n" for i in range(6)))
     settings = ["engine=transformers", f"target.path={tiny_llama_folder}", f"prompts.source={tmp_path}/p.jsonl"]
-    settings += [
-        "prompts.unit_size=4",
-        "sampling.max_new_tokens=8",
-        "train.steps=2",
-        "drafter.draft_vocab_size=64",
-    ]
-    settings += [f"evaluate.source={tmp_path}/p.jsonl", "cluster.num_cpus=2", "drafter.draft_vocab_size=64"]
+    settings += ["prompts.unit_size=4", "sampling.max_new_tokens=8", "train.steps=2", "drafter.draft_vocab_size=64"]
+    settings += [f"evaluate.source={tmp_path}/p.jsonl", "cluster.num_cpus=2"]
     home = tmp_path / "home"
 
     too_early = command("train", *settings, home=home)
