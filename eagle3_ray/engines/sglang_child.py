@@ -146,6 +146,9 @@ async def serve(engine: Any, connection: Connection) -> None:
             ended.set()
 
     loop.add_reader(connection.fileno(), on_request)
+    # uvloop, which SGLang installs, has just made it non-blocking: a long message that comes in two pieces would be an
+    # error, and so would an answer that does not go out in one
+    os.set_blocking(connection.fileno(), True)
     await ended.wait()
 
 
