@@ -153,4 +153,4 @@ def test_sglang_drafts_what_our_own_greedy_chain_drafts(name: str, tmp_path: Pat
     assert found["slots"] > 200
     assert found["close"] <= found["drafts"] // 500
     if name != "own width":  # which has nothing to start from
-        assert accepted > 20
+        assert accepted > 10
