@@ -21,6 +21,14 @@ from eagle3_ray.store.commits import Units
 from eagle3_ray.store.filesystem import Filesystem, StoreError
 from eagle3_ray.store.uploads import Uploads
 
+OTHERS: list[psutil.Process] = []
+
+
+@pytest.fixture(autouse=True)
+def _others() -> None:
+    """What this process had started before the test: another file's engine, say."""
+    OTHERS[:] = psutil.Process().children()
+
 
 @pytest.fixture
 def units(tmp_path: Path) -> Units:
@@ -36,7 +44,8 @@ def uploads(tmp_path: Path) -> Iterator[Uploads]:
 
 
 def uploaders() -> list[psutil.Process]:
-    return [p for p in psutil.Process().children() if "spawn_main" in " ".join(p.cmdline())]
+    started = [p for p in psutil.Process().children() if p not in OTHERS]
+    return [p for p in started if "spawn_main" in " ".join(p.cmdline())]
 
 
 def test_what_is_staged_is_committed_and_freed(units: Units, tmp_path: Path) -> None:
