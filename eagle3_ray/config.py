@@ -230,6 +230,14 @@ class EvaluateConfig:
 
 
 @dataclass
+class VerifyConfig:
+    """The proof that the served drafter gets what it was trained on."""
+
+    samples: int = 8  # stored samples that are served and compared; 0: the pipeline does not verify
+    max_tokens: int = 1024  # of each; what lies behind is left out
+
+
+@dataclass
 class ClusterConfig:
     """How the driver reaches Ray."""
 
@@ -252,6 +260,7 @@ class Config:
     drafter: DrafterConfig
     train: TrainConfig
     evaluate: EvaluateConfig
+    verify: VerifyConfig
     cluster: ClusterConfig
 
 

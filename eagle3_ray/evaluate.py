@@ -6,9 +6,11 @@ answered by the target alone: under greedy decoding in fp32 every answer must be
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import tempfile
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,11 +44,14 @@ def heldout(run: Run) -> Corpus:
         raise ConfigError(str(error).replace("prompts.source", "evaluate.source", 1)) from None
 
 
-def evaluate(run: Run, corpus: Corpus, drafter: str) -> dict[str, Any]:
+def evaluate(
+    run: Run, corpus: Corpus, drafter: str, watch: Callable[[SGLangEngine, Path], Any] | None = None
+) -> dict[str, Any]:
     """Serve the exported drafter at `<drafter>/export/` on `corpus`; the summary is kept beside the drafter.
 
-    Ray must be running: each engine takes the place of one of hardware's actors. ConfigError unless engine.name is
-    sglang, since nothing else serves the drafter.
+    `watch` is called with the serving engine and the folder it serves, before the first answer. Ray must
+    be running: each engine takes the place of one of hardware's actors. ConfigError unless engine.name is sglang, since
+    nothing else serves the drafter.
     """
     config = run.config
     if config.engine.name != "sglang":
@@ -71,7 +76,7 @@ def evaluate(run: Run, corpus: Corpus, drafter: str) -> dict[str, Any]:
     hardware = config.hardware
     takes = {"num_cpus": hardware.cpus_per_actor, "num_gpus": hardware.gpus_per_actor, **actor_options(hardware)}
     served = ray.remote(**takes, max_retries=1)(serve)
-    answers = [served.remote(run, corpus, drafter)]
+    answers = [served.remote(run, corpus, drafter, watch)]
     if config.evaluate.baseline:
         answers.append(served.remote(run, corpus, None))  # at the same time, where there is room for two engines
     speculating, plain = (*ray.get(answers), None)[:2]
@@ -111,8 +116,9 @@ def _check_refused(run: Run, refused: list[dict[str, str]], answered: int) -> No
         )
 
 
-def serve(run: Run, corpus: Corpus, drafter: str | None) -> dict[str, Any]:
-    """One engine's greedy answers to the whole corpus, with the drafter or (None) without. Runs as a Ray task."""
+@contextlib.contextmanager
+def serving(run: Run, drafter: str | None, watched: bool) -> Iterator[tuple[SGLangEngine, Path]]:
+    """An engine as it will serve, with the drafter or (None) without, and the local folder that it serves."""
     config = run.config
     settings = config.evaluate
     config = dataclasses.replace(
@@ -120,37 +126,51 @@ def serve(run: Run, corpus: Corpus, drafter: str | None) -> dict[str, Any]:
     )
     args: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="eagle3-ray-") as scratch:
+        folder = Path(scratch)
         if drafter is not None:
+            folder = local_folder(run, f"{drafter}/export", folder)
             args |= {
                 "speculative_algorithm": "EAGLE3",
-                "speculative_draft_model_path": str(local_folder(run, f"{drafter}/export", Path(scratch))),
+                "speculative_draft_model_path": str(folder),
                 "speculative_num_steps": settings.num_steps,
                 "speculative_eagle_topk": settings.topk,
                 "speculative_num_draft_tokens": settings.num_draft_tokens,
             }
-        sampling = SamplingConfig(max_new_tokens=settings.max_new_tokens)
-        room = context_length(config, run.folder) - settings.num_draft_tokens  # of both engines, to answer the same
-        engine = SGLangEngine(config, run.folder, None, args)
+        engine = SGLangEngine(config, run.folder, None, args, watched)
         try:
-            prompts = [prompt for unit in corpus.units for prompt in corpus.read(unit)]
-
-            def respond(prompt: Prompt) -> dict[str, Any]:
-                return _row(prompt, answer(engine, prompt.segments, sampling, room))
-
-            name = "evaluate without the drafter" if drafter is None else "evaluate"
-            progress = Progress(name, len(prompts), "conversations")
-            results = each(respond, prompts, settings.batch_size, progress.add)
-            return {
-                "engine": engine.info,
-                "answers": [row for row in results if not isinstance(row, RequestError)],
-                "refused": [
-                    {"id": prompt.id, "reason": str(row)}
-                    for prompt, row in zip(prompts, results, strict=True)
-                    if isinstance(row, RequestError)
-                ],
-            }
+            yield engine, folder
         finally:
             engine.close()
+
+
+def serve(
+    run: Run, corpus: Corpus, drafter: str | None, watch: Callable[[SGLangEngine, Path], Any] | None = None
+) -> dict[str, Any]:
+    """One engine's greedy answers to the whole corpus, with the drafter or (None) without. Runs as a Ray task."""
+    config = run.config
+    settings = config.evaluate
+    sampling = SamplingConfig(max_new_tokens=settings.max_new_tokens)
+    room = context_length(config, run.folder) - settings.num_draft_tokens  # of both engines, to answer the same
+    with serving(run, drafter, watched=watch is not None) as (engine, folder):
+        if watch:
+            watch(engine, folder)
+        prompts = [prompt for unit in corpus.units for prompt in corpus.read(unit)]
+
+        def respond(prompt: Prompt) -> dict[str, Any]:
+            return _row(prompt, answer(engine, prompt.segments, sampling, room))
+
+        name = "evaluate without the drafter" if drafter is None else "evaluate"
+        progress = Progress(name, len(prompts), "conversations")
+        results = each(respond, prompts, settings.batch_size, progress.add)
+        return {
+            "engine": engine.info,
+            "answers": [row for row in results if not isinstance(row, RequestError)],
+            "refused": [
+                {"id": prompt.id, "reason": str(row)}
+                for prompt, row in zip(prompts, results, strict=True)
+                if isinstance(row, RequestError)
+            ],
+        }
 
 
 def _row(prompt: Prompt, answered: Answered) -> dict[str, Any]:

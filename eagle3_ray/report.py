@@ -22,7 +22,13 @@ PACKAGES = ("sglang", "ray", "torch", "transformers", "hydra-core")
 
 
 def summarise(
-    run: Run, corpus: Corpus, features: Units, drafter: str, evaluation: dict[str, Any], seconds: dict[str, float]
+    run: Run,
+    corpus: Corpus,
+    features: Units,
+    drafter: str,
+    evaluation: dict[str, Any],
+    verification: dict[str, Any] | None,
+    seconds: dict[str, float],
 ) -> dict[str, Any]:
     """The run's summary.json, which is also written. `seconds` are those of this run's stages."""
     extraction = run.read_json(f"{features.folder}/summary.json") or {}
@@ -36,6 +42,7 @@ def summarise(
         "target": run.config.target.name,
         **{name: evaluation[name] for name in measured},
         "by_domain": evaluation["by_domain"],
+        "verification": verification,
         "prompts": corpus.summary["prompts"],
         "heldout": evaluation["conversations"],
         **{name: extraction.get(name) for name in stored},

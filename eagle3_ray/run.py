@@ -162,6 +162,8 @@ def check_values(config: Config) -> None:
         "train.ttt_steps": (config.train.ttt_steps, 1),
         "train.max_length": (config.train.max_length, 3),  # a slot needs three tokens
         "evaluate.batch_size": (config.evaluate.batch_size, 1),
+        "verify.samples": (config.verify.samples, 0),
+        "verify.max_tokens": (config.verify.max_tokens, 3),
         "hardware.tp_size": (config.hardware.tp_size, 1),
         "train.num_workers": (config.train.num_workers, 1),
         "train.checkpoint_every": (config.train.checkpoint_every, 1),

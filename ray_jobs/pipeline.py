@@ -1,5 +1,6 @@
 """The whole line: prompts to a drafter that SGLang serves, with its measured accept length."""
 
+import sys
 import time
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -12,8 +13,10 @@ from eagle3_ray.prepare import prepare
 from eagle3_ray.report import report, summarise
 from eagle3_ray.run import Run
 from eagle3_ray.train.trainer import train_drafter
+from eagle3_ray.verify import verify, watching
 from ray_jobs import stage
 from ray_jobs.cluster import cluster
+from ray_jobs.verify import say
 
 Result = TypeVar("Result")
 
@@ -37,12 +40,17 @@ def main(run: Run) -> None:
         drafter = run.drafter(features)
         timed("train", train_drafter, run.config, features, features.description(), drafter)
         timed("export", export, run, features, drafter)
-        evaluation = timed("evaluate", evaluate, run, prompts, drafter)
-    summary = summarise(run, corpus, features, drafter, evaluation, seconds)
+        watch = watching(run, corpus, features, drafter)
+        evaluation = timed("evaluate", evaluate, run, prompts, drafter, watch)
+        verification = timed("verify", verify, run, corpus, features, drafter) if run.config.verify.samples else None
+    summary = summarise(run, corpus, features, drafter, evaluation, verification, seconds)
     report(run, summary)
     print(f"accept length  {summary['accept_length']}")
     print(f"drafter        {summary['drafter_path']}")
     print(f"report         {summary['report_path']}")
+    if verification:
+        say(verification)
+        sys.exit(verification["verdict"] != "aligned")
 
 
 if __name__ == "__main__":

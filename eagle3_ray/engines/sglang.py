@@ -40,7 +40,8 @@ from eagle3_ray.config import Config, HardwareConfig, SamplingConfig
 from eagle3_ray.engines.base import Captured, EngineError, RequestError, Response, TargetEngine
 from eagle3_ray.engines.processes import is_alive, kill_tree, own_folder, unlink
 from eagle3_ray.engines.sglang_nodes import membership
-from eagle3_ray.engines.sglang_plugin import FOLDER_VARIABLE
+from eagle3_ray.engines.sglang_plugin import FOLDER_VARIABLE, WATCH_VARIABLE
+from eagle3_ray.engines.sglang_served import WATCHED, Watched, read, read_facts
 
 PLUGIN = "eagle3_ray"
 ENTRY_POINT = f"[sglang.srt.plugins]\n{PLUGIN} = eagle3_ray.engines.sglang_plugin:load\n"
@@ -50,11 +51,18 @@ RESERVED = 6  # positions that SGLang 0.5.23 keeps free of a prompt (managers/ut
 
 
 class SGLangEngine(TargetEngine):
-    """One `sglang.Engine`. With `spec` it captures as well as generates; with `drafter_args` it serves a drafter."""
+    """One `sglang.Engine`. With `spec` it captures as well as generates; with `drafter_args` it serves a drafter, and
+    with `watched` too it can tell what that drafter gets."""
 
     def __init__(
-        self, config: Config, folder: Path, spec: CaptureSpec | None, drafter_args: dict[str, Any] | None = None
+        self,
+        config: Config,
+        folder: Path,
+        spec: CaptureSpec | None,
+        drafter_args: dict[str, Any] | None = None,
+        watched: bool = False,
     ) -> None:
+        self.watched = watched
         self.spec, self.stall_timeout_s = spec, config.hardware.stall_timeout_s
         self.capture_bytes, self._waiting_bytes = config.hardware.capture_bytes, 0
         self._room = threading.Condition()  # for rows in capture_dir
@@ -73,7 +81,7 @@ class SGLangEngine(TargetEngine):
         self._failure: str | None = None
         self._schedulers: list[psutil.Process] = []
         self._shared_memory: list[str] = []  # SGLang's own, which it leaves when it is killed
-        args = server_args(config, folder, "capture" if spec else "serve") | (drafter_args or {})
+        args = (drafter_args or {}) | server_args(config, folder, "capture" if spec else "serve")  # the user's win
         self._start(config.hardware, args, config, folder)
 
     def _start(self, hardware: HardwareConfig, args: dict[str, Any], config: Config, folder: Path) -> None:
@@ -81,7 +89,7 @@ class SGLangEngine(TargetEngine):
         with self.log.open("wb") as log, theirs:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "eagle3_ray.engines.sglang_child", str(theirs.fileno())],
-                env=engine_environment(hardware, self.scratch, self.capture_dir if self.spec else None),
+                env=engine_environment(hardware, self.scratch, self._folders()),
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -117,14 +125,38 @@ class SGLangEngine(TargetEngine):
         self._listener = threading.Thread(target=self._listen, name="sglang-answers", daemon=True)
         self._listener.start()
 
+    def _folders(self) -> dict[str, str]:
+        """The plugin's environment: where it is to write what."""
+        wanted = {FOLDER_VARIABLE: self.spec is not None, WATCH_VARIABLE: self.watched}
+        return {name: str(self.capture_dir) for name, is_wanted in wanted.items() if is_wanted}
+
     def generate(self, prompts: Sequence[list[int]], sampling: SamplingConfig) -> list[Response]:
+        return self._generate([{"ids": list(prompt)} for prompt in prompts], sampling)
+
+    def watch(
+        self, prompts: Sequence[list[int]], sampling: SamplingConfig, salt: str | None = None
+    ) -> list[tuple[Response, Watched]]:
+        """Answer each prompt, and tell what the drafter got on the way. Prompts of one `salt` share a prefix's cache,
+        which leaves out what was there; without one nothing is left out."""
+        rids = [WATCHED + uuid.uuid4().hex for _ in prompts]
+        requests = [
+            {"ids": list(prompt), "rid": rid, "salt": salt or rid} for prompt, rid in zip(prompts, rids, strict=True)
+        ]
+        responses = self._generate(requests, sampling)
+        return [(response, read(self.capture_dir, rid)) for response, rid in zip(responses, rids, strict=True)]
+
+    def drafter_facts(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        """What is in force in the scheduler of a watched drafter: `sglang_served.facts`."""
+        return read_facts(self.capture_dir)
+
+    def _generate(self, requests: list[dict[str, Any]], sampling: SamplingConfig) -> list[Response]:
         parameters = {
             "max_new_tokens": sampling.max_new_tokens,
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "top_k": sampling.top_k,
         }
-        futures = [self._submit({"ids": list(prompt), "sampling": parameters}) for prompt in prompts]
+        futures = [self._submit({**request, "sampling": parameters}) for request in requests]
         responses = []
         for future in futures:
             ids, meta = future.result()
@@ -303,7 +335,7 @@ def server_args(config: Config, folder: Path, purpose: str) -> dict[str, Any]:
     }
 
 
-def engine_environment(hardware: HardwareConfig, scratch: Path, capture_dir: Path | None = None) -> dict[str, str]:
+def engine_environment(hardware: HardwareConfig, scratch: Path, plugin: dict[str, str] | None = None) -> dict[str, str]:
     """The environment of the engine's processes: the plugin can be found, also from a mere working directory.
 
     `ray job submit` gives a folder on PYTHONPATH, not an installed package, and SGLang finds plugins by package
@@ -319,8 +351,7 @@ def engine_environment(hardware: HardwareConfig, scratch: Path, capture_dir: Pat
     environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
     if environment.get("SGLANG_PLUGINS"):
         environment["SGLANG_PLUGINS"] += f",{PLUGIN}"
-    if capture_dir:
-        environment[FOLDER_VARIABLE] = str(capture_dir)
+    environment |= plugin or {}
     if hardware.device == "cpu":
         environment["SGLANG_USE_CPU_ENGINE"] = "1"
     return environment

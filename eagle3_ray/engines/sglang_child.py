@@ -154,11 +154,16 @@ async def serve(engine: Any, connection: Connection) -> None:
 
 async def respond(engine: Any, connection: Connection, request: dict[str, Any]) -> None:
     """Answer one request: {number, ids, sampling} generates, {number, ids, rid} captures into <rid>.rows, and
-    {number, ids} alone asks for the likeliest token after each."""
+    {number, ids} alone asks for the likeliest token after each. With a `salt`, only requests of the same one share
+    what is cached of a prefix."""
     from fastapi import HTTPException
 
     try:
-        if "rid" in request:
+        if "sampling" in request:
+            named = {"rid": request.get("rid"), "cache_salt": request.get("salt")}
+            output = await engine.async_generate(input_ids=request["ids"], sampling_params=request["sampling"], **named)
+            answer: Any = (output["output_ids"], output["meta_info"])
+        elif "rid" in request:
             output = await engine.async_generate(
                 input_ids=request["ids"],
                 sampling_params={"temperature": 0.0, "max_new_tokens": 0},
@@ -166,10 +171,7 @@ async def respond(engine: Any, connection: Connection, request: dict[str, Any]) 
                 rid=request["rid"],
                 cache_salt=request["rid"],  # a prefix-cache hit would bring no rows; a salt of its own never hits
             )
-            answer: Any = output["meta_info"]["finish_reason"]
-        elif "sampling" in request:
-            output = await engine.async_generate(input_ids=request["ids"], sampling_params=request["sampling"])
-            answer = (output["output_ids"], output["meta_info"])
+            answer = output["meta_info"]["finish_reason"]
         else:
             output = await engine.async_generate(
                 input_ids=request["ids"],

@@ -1,7 +1,7 @@
 """Runs inside SGLang's scheduler: hands every token's hidden states to the actor as raw bytes in shared memory.
 
-SGLang finds `load` as a plugin (entry point group `sglang.srt.plugins`). Without the environment variable below it does
-nothing, since an entry point loads in every SGLang of its environment. Two hooks:
+SGLang finds `load` as a plugin (entry point group `sglang.srt.plugins`). Without an environment variable below it does
+nothing, since an entry point loads in every SGLang of its environment. Two hooks capture:
 
   LogitsProcessor._get_hidden_states_to_store   puts the post-norm last state beside the aux states, so that both ride
                                                 SGLang's own device-to-host copy; a device tensor that is read later,
@@ -23,6 +23,7 @@ import os
 from typing import Any
 
 FOLDER_VARIABLE = "EAGLE3_RAY_CAPTURE"  # the folder for rows and answers
+WATCH_VARIABLE = "EAGLE3_RAY_WATCH"  # the folder for what a served drafter gets (sglang_served.py)
 TO_STORE = "sglang.srt.layers.logits_processor.LogitsProcessor._get_hidden_states_to_store"
 TO_APPEND = (
     "sglang.srt.managers.scheduler_components.batch_result_processor"
@@ -34,6 +35,10 @@ HOOKS = (TO_STORE, TO_APPEND)
 
 def load() -> None:
     """The entry point. SGLang applies the hooks when all plugins are loaded."""
+    if os.environ.get(WATCH_VARIABLE):
+        from eagle3_ray.engines import sglang_served
+
+        sglang_served.load()
     if not os.environ.get(FOLDER_VARIABLE):
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
@@ -89,7 +94,7 @@ def _holds(target: str, hook: Any) -> bool:
     return False
 
 
-def _streams() -> bool:
+def streams() -> bool:
     """Whether this rank hands rows over: one of each data-parallel group, the one that SGLang streams answers from."""
     from sglang.srt.runtime_context import get_parallel
 
@@ -105,7 +110,7 @@ def with_last_hidden(original: Any, self: Any, hidden_states: Any, *args: Any) -
     mode = args[-1].forward_mode  # of the LogitsMetadata
     if aux is None or not self.keep_last_hidden_states or not mode.is_extend():
         return aux
-    if not _streams():
+    if not streams():
         return None  # result processing passes over it, and nothing is copied to the host
     return torch.cat([aux, hidden_states], dim=-1)  # [N, A*H + H]
 

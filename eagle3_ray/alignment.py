@@ -1,0 +1,184 @@
+"""Whether serving features are training features: what was measured, judged and said in words. No engine is known here.
+
+States are compared row by row, by the relative error |served - trained| / |trained|. No fixed tolerance could serve
+quantised weights, an fp8 KV cache and routed experts alike, so the noise is measured first: the serving engine gets the
+same samples twice, in other batches and in other chunks. Aligned means that
+
+  - each served boundary is nearest to the trained boundary of its own name, and any other is MARGIN times as far;
+  - its error is at most TIMES_FLOOR times the noise, at the median and at the 95th percentile, for the states of
+    prompts and for those of verify steps, each on its own;
+  - the drafter gets token x_{q+1} and position q with the state of x_q, the layers, vocabulary, embedding, head and
+    precision in force are those that it was trained with, and it drafts what our own forward drafts;
+  - the samples begin with the corpus's prompts, their masks cover the answers, and output head x last hidden state
+    gives the log-probabilities that the engine gives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+MARGIN = 3.0
+TIMES_FLOOR = 3.0
+# Two runs may agree to the bit, so noise counts as this much at least, relative to a row's norm
+LEAST_FLOOR = {"float32": 1e-6, "bfloat16": 2**-8, "float16": 2**-11, "float8_e4m3": 2**-5}
+UNKNOWN = "no states of this target there"  # of features that the served boundaries do not explain
+NEAR = 0.2  # two states so near are the same one, in whatever precision; neighbouring boundaries are 0.3 apart
+LOGPROB_ERROR = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.05}  # nats, median over rows
+SAME_DRAFTS = {"float32": 0.99, "bfloat16": 0.9, "float16": 0.9}  # share of drafts that are ours, too
+PROBABILITY_ERROR = {"float32": 1e-3, "bfloat16": 0.05, "float16": 0.02}  # of the first draft, mean
+
+
+def relative_errors(served: Tensor, trained: Tensor) -> Tensor:
+    """[n, A, H] x [n, A, H] -> [n, A]."""
+    served, trained = served.float(), trained.float()
+    return (served - trained).norm(dim=-1) / trained.norm(dim=-1).clamp(min=1e-20)
+
+
+def spread(errors: Tensor) -> dict[str, list[float]]:
+    """Median and 95th percentile of [n, A] over the rows; nothing where there is no row."""
+    if not len(errors):
+        return {}
+    at = errors.quantile(torch.tensor([0.5, 0.95]), dim=0)  # [2, A]
+    return {"median": at[0].tolist(), "p95": at[1].tolist()}
+
+
+def matrix(served: Tensor, trained: Tensor) -> list[list[float]]:
+    """Median relative error of each served boundary (row) against each trained one (column): [n, A, H] both."""
+    columns = [relative_errors(served, trained[:, t : t + 1].expand_as(served)) for t in range(trained.shape[1])]
+    return torch.stack([column.median(dim=0).values for column in columns], dim=1).tolist()  # [A, A]
+
+
+def shifted(served: Tensor, trained: Tensor) -> dict[int, float]:
+    """The median error, over rows and boundaries, if the served row q were the trained row q + shift of one sample."""
+    found = {}
+    for shift in (-1, 0, 1):
+        here = served[max(0, -shift) : len(served) - max(0, shift)]
+        there = trained[max(0, shift) : len(trained) - max(0, -shift)]
+        found[shift] = float(relative_errors(here, there).median())
+    return found
+
+
+def judge(measured: dict[str, Any]) -> list[str]:
+    """Every cause of misalignment in words; none means aligned. `measured` is what `verify.measure` returns."""
+    causes = [*measured["drafter_faults"], *_in_force(measured), *_samples(measured)]
+    if measured["width"] == len(measured["trained"]) * measured["hidden_size"]:
+        causes += _states(measured)
+    causes += _targets(measured)
+    if not causes:
+        causes += _drafts(measured)
+    return causes
+
+
+def _in_force(measured: dict[str, Any]) -> list[str]:
+    """What the scheduler says of itself, against what the drafter was trained with."""
+    facts, trained = measured["facts"], measured["trained"]
+    causes = []
+    if facts["algorithm"] != "EAGLE3":
+        causes.append(
+            f"speculative_algorithm is {facts['algorithm']}, not EAGLE3: the drafter gets {measured['width']} numbers "
+            f"a token, not {len(trained)} boundaries of {measured['hidden_size']}, and SGLang skips its fc"
+        )
+    elif facts["layers_to_capture"] != trained:
+        causes.append(_layers(facts["layers_to_capture"], trained))
+    for name in ("target_dtype", "drafter_dtype"):
+        if facts[name] != measured[name]:
+            whose = "the target" if name == "target_dtype" else "the drafter"
+            causes.append(f"{whose} is served in {facts[name]}, and {measured[name]} is what was trained for")
+    return causes + measured["in_force_faults"]
+
+
+def _layers(served: Sequence[int], trained: Sequence[int]) -> str:
+    pairs = ", ".join(f"{s} where {t} was trained" for s, t in zip(served, trained, strict=False) if s != t)
+    differences = {s - t for s, t in zip(served, trained, strict=False)}
+    if len(served) != len(trained):
+        return f"layer ids: boundaries {list(served)} are served, {list(trained)} were trained"
+    if differences in ({1}, {-1}):
+        return f"layer ids are off by one: boundary {pairs}"
+    if sorted(served) == sorted(trained):
+        return f"layer ids are permuted: boundary {pairs}"
+    return f"other layer ids: boundary {pairs}"
+
+
+def _samples(measured: dict[str, Any]) -> list[str]:
+    causes = []
+    if measured["wrong_inputs"]:
+        causes.append(
+            f"the drafter's tokens are shifted: on {measured['wrong_inputs']} of {measured['rows']['prompt']} prompt "
+            "rows the token beside the state of x_q is not x_{q+1}"
+        )
+    for kind in sorted({fault["kind"] for fault in measured["sample_faults"]}):
+        of = [fault for fault in measured["sample_faults"] if fault["kind"] == kind]
+        causes.append(f"{kind}: {of[0]['words']} (sample {of[0]['id']}; {len(of)} of {measured['samples']} samples)")
+    return causes
+
+
+def _states(measured: dict[str, Any]) -> list[str]:
+    """The store's states against the served ones, where the engine serves the boundaries it was asked for."""
+    if measured["facts"]["layers_to_capture"] != measured["trained"]:
+        return []
+    names, rows = measured["trained"], measured["matrix"]
+    nearest = [min(range(len(names)), key=row.__getitem__) for row in rows]
+    if all(row[t] < NEAR for row, t in zip(rows, nearest, strict=True)) and nearest != list(range(len(names))):
+        pairs = ", ".join(f"{names[s]} lies where {names[t]} is said to" for s, t in enumerate(nearest) if s != t)
+        return [f"boundaries are permuted in the features: {pairs}"]
+    shift = min(measured["shifts"], key=measured["shifts"].__getitem__)
+    if int(shift) and measured["shifts"][shift] < NEAR:
+        return [f"the features' rows are shifted: the state of token q lies in row q{int(shift):+d}"]
+    for s, row in enumerate(rows):
+        other = min(value for t, value in enumerate(row) if t != s)
+        if row[s] > NEAR or other < MARGIN * row[s]:
+            return [measured.get("identified") or _unlike(names[s], row[s], other)]
+    return _beyond_noise(measured)
+
+
+def _unlike(name: int, error: float, other: float) -> str:
+    return (
+        f"the features at boundary {name} are {UNKNOWN}: their relative error is {error:.2g}, "
+        f"that of the next boundary {other:.2g}"
+    )
+
+
+def _beyond_noise(measured: dict[str, Any]) -> list[str]:
+    """Where the order is right, but the values are not."""
+    causes, least = [], LEAST_FLOOR[measured["precision"]]
+    for kind in ("prompt", "verify"):
+        for at, errors in measured["errors"][kind].items():
+            floors = [max(least, value) for value in measured["floor"][kind].get(at, [least] * len(errors))]
+            worst = max(range(len(errors)), key=lambda i: errors[i] / floors[i])
+            if errors[worst] > TIMES_FLOOR * floors[worst]:
+                causes.append(
+                    f"values differ beyond the noise: boundary {measured['trained'][worst]} of {kind} rows by "
+                    f"{errors[worst]:.2g} ({at}), {errors[worst] / floors[worst]:.1f} times the noise of "
+                    f"{floors[worst]:.2g}; settings that differ: {measured['settings'] or 'none'}"
+                )
+                break
+    return causes
+
+
+def _targets(measured: dict[str, Any]) -> list[str]:
+    """The training targets: the last hidden states."""
+    last = measured["last_hidden"]
+    if not last or last["logprob_error"] <= LOGPROB_ERROR[measured["target_dtype"]]:
+        return []
+    if last["logprob_error_normed"] <= LOGPROB_ERROR[measured["target_dtype"]]:
+        return ["the last hidden states lack the target's final norm: training targets come from pre-norm states"]
+    return [
+        f"training targets are not the target's: output head x last hidden state gives log-probabilities that are "
+        f"{last['logprob_error']:.2g} off (median), and its likeliest token on {last['same_token']:.0%} of rows"
+    ]
+
+
+def _drafts(measured: dict[str, Any]) -> list[str]:
+    drafts, dtype = measured["drafts"], measured["drafter_dtype"]
+    causes = []
+    if drafts["same"] is not None and drafts["same"] < SAME_DRAFTS[dtype]:
+        causes.append(f"of {drafts['compared']} served drafts {drafts['same']:.1%} are those of the trained drafter")
+    if drafts["probability_error"] > PROBABILITY_ERROR[dtype]:
+        causes.append(
+            f"the first draft's probability is {drafts['probability_error']:.2g} away from the trained drafter's (mean)"
+        )
+    return causes

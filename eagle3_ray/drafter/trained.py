@@ -1,0 +1,119 @@
+"""A drafter as training left it in the store, and what of it a served one must still have.
+
+The export is a copy of it, and a copy can be edited, converted or mixed up; so can a launch command. `folder_faults`
+compares the served folder, `in_force_faults` what a scheduler says that it uses, `chain` gives the logits to compare
+with those that were served.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from eagle3_ray.drafter.model import Batch, Drafter
+from eagle3_ray.drafter.shape import read_config
+from eagle3_ray.drafter.target import TargetPieces
+from eagle3_ray.store.filesystem import Filesystem
+
+SAYS_NOTHING = {"dtype", "transformers_version"}  # in config.json, of what was trained
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What training left in the store of a drafter: its truth, whatever was exported since."""
+
+    config: dict[str, Any]
+    weights: dict[str, Tensor]  # without the target's embedding
+
+    def drafter(self, pieces: TargetPieces) -> Drafter:
+        drafter = Drafter(read_config(self.config), self.draft_ids)
+        weights = {"embed_tokens.weight": pieces.embedding, **self.weights}
+        drafter.load_state_dict({name: weights[name] for name in drafter.state_dict()})
+        return drafter
+
+    @property
+    def draft_ids(self) -> Tensor:
+        """[Vd] int64."""
+        return self.weights["d2t"] + torch.arange(len(self.weights["d2t"]))
+
+
+def read_trained(files: Filesystem, drafter: str) -> Trained:
+    """The drafter trained below the key `drafter`."""
+    with tempfile.TemporaryDirectory() as scratch:
+        local = Path(scratch, "weights")
+        files.download(f"{drafter}/weights/model.safetensors", local)
+        weights = load_file(local)
+    return Trained(json.loads(files.read(f"{drafter}/weights/config.json")), weights)
+
+
+def folder_faults(trained: Trained, folder: Path, dtype: str) -> list[str]:
+    """How the served folder differs from what was trained and then exported in `dtype`, in words."""
+    config, weights = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
+    faults = []
+    if not (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids"):
+        faults.append("config.json has no eagle_config with layer ids: SGLang picks layers of its own, in silence")
+    for name, value in sorted(trained.config.items()):
+        if name not in SAYS_NOTHING and config.get(name) != value:
+            faults.append(f"config.json: {name} is {config.get(name)!r}, trained was {value!r}")
+    if config.get("dtype") not in (None, dtype):
+        faults.append(f"config.json: dtype is {config['dtype']}, exported was {dtype}")
+    for name, value in trained.weights.items():
+        faults += _tensor_faults(name, value, weights.get(name), trained)
+    return faults
+
+
+def _tensor_faults(name: str, trained: Tensor, there: Tensor | None, all_trained: Trained) -> Iterator[str]:
+    if there is None:
+        yield f"model.safetensors has no {name}"
+    elif name == "d2t" and there.shape == trained.shape and torch.equal(there.long(), all_trained.draft_ids):
+        yield "d2t holds the target's ids themselves; SGLang adds the draft id to each"
+    elif there.shape != trained.shape:
+        yield f"{name} is {list(there.shape)}, trained was {list(trained.shape)}: another vocabulary or shape"
+    elif not torch.equal(trained.to(there.dtype), there):
+        yield f"{name} holds other values than were trained"
+
+
+def in_force_faults(tensors: dict[str, Tensor], trained: Trained, pieces: TargetPieces) -> list[str]:
+    """The maps and matrices that the scheduler uses, against those that were trained with."""
+    faults = []
+    ids = tensors.get("draft_ids")
+    if ids is None or not torch.equal(ids.long(), trained.draft_ids):
+        faults.append(
+            "the draft vocabulary in force is not the trained one: "
+            + ("SGLang uses none" if ids is None else f"its first ids are {ids[:4].tolist()}")
+            + f", trained were {trained.draft_ids[:4].tolist()}"
+        )
+    embedding = trained.weights.get("embed_tokens.weight", pieces.embedding)
+    for name, expected in (("embedding", embedding), ("head", trained.weights["lm_head.weight"])):
+        if name not in tensors:
+            continue
+        at, rows = tensors[f"{name}.at"], tensors[name]
+        at, rows = at[at < len(expected)], rows[at < len(expected)]
+        if rows.shape[1:] != expected.shape[1:] or not torch.equal(rows, expected[at].to(rows.dtype)):
+            faults.append(f"the drafter's {name} in force is not the one it was trained with")
+    return faults
+
+
+def chain(drafter: Drafter, ids: list[int], aux: Tensor, said: list[int]) -> list[Tensor]:
+    """Our logits [Vd] of each step at the last slot of x_0..x_n: `ids` [n + 1], aux [n, A*H], with `said` fed back."""
+    steps = len(said)
+    later = aux.new_zeros(steps, aux.shape[1])  # never looked at
+    batch = Batch(
+        ids=("chain",),
+        lengths=(len(ids) + steps - 1,),
+        input_ids=torch.tensor(ids + said[:-1]),
+        loss_mask=torch.empty(0, dtype=torch.bool),
+        aux=torch.cat([aux, later]),
+        last_hidden=torch.empty(0),
+        last_rows=torch.empty(0),
+    )
+    slots = torch.tensor([len(ids) - 2])
+    return [drafter.lm_head(state)[0] for state in drafter(batch, [slots] * steps)]

@@ -1,0 +1,423 @@
+"""The proof that training features equal serving features, on the engine that serves.
+
+`measure` runs where that engine does. Stored samples are served, and what SGLang's drafter really got for them
+(engines/sglang_served.py) is compared with the store, with the trained drafter and with the corpus; `alignment.judge`
+says what that means. Only small numbers leave the actor. Neither knows how a fault may have come about: they see a
+store, a drafter and an engine.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch
+from torch import Tensor
+
+from eagle3_ray.alignment import UNKNOWN, judge, matrix, relative_errors, shifted, spread
+from eagle3_ray.capture import deciding_args, engine_version, fingerprint
+from eagle3_ray.config import Config, ConfigError, SamplingConfig
+from eagle3_ray.conversations import join
+from eagle3_ray.drafter.model import Drafter
+from eagle3_ray.drafter.target import TargetPieces, load_pieces
+from eagle3_ray.drafter.trained import chain, folder_faults, in_force_faults, read_trained
+from eagle3_ray.engines.base import Response
+from eagle3_ray.engines.sglang import SGLangEngine
+from eagle3_ray.engines.sglang_nodes import actor_options
+from eagle3_ray.engines.sglang_served import Watched
+from eagle3_ray.evaluate import serving
+from eagle3_ray.prepare import Corpus, Prompt
+from eagle3_ray.run import Run
+from eagle3_ray.store.cache import node_cache
+from eagle3_ray.store.commits import Units
+from eagle3_ray.store.precision import dequantise, quantise
+from eagle3_ray.store.shards import Features, target_rows
+from eagle3_ray.train.features import read_samples
+
+NEW_TOKENS = 32  # that are generated behind each prompt
+TOLERANCE = {"float32": 1e-3, "bfloat16": 0.25, "float16": 0.05}  # of a draft logit, where two tokens are as good
+
+
+# ---------------------------------------------------------------- the stage
+
+
+def verify(run: Run, corpus: Corpus, features: Units, drafter: str) -> dict[str, Any]:
+    """Judge what the engine that serves the exported `drafter` was seen to do; the summary is kept beside the drafter.
+
+    What `watching` has left is judged; where there is nothing, an engine is started for it. Ray must be running. The
+    summary's `verdict` is aligned or misaligned; `causes` say why, in words.
+    """
+    if run.config.engine.name != "sglang":
+        raise ConfigError(f"engine.name: only sglang serves a drafter, {run.config.engine.name} does not")
+    key = _key(run, features, drafter)
+    summary = run.read_json(f"{key}/summary.json")
+    if summary is not None:
+        return summary
+    hardware = run.config.hardware
+    takes = {"num_cpus": hardware.cpus_per_actor, "num_gpus": hardware.gpus_per_actor, **actor_options(hardware)}
+    measured = run.read_json(f"{key}/measured.json")
+    if measured is None:
+        measured = ray.get(ray.remote(**takes, max_retries=1)(_alone).remote(run, corpus, features, drafter))
+    causes = judge(measured)
+    if any(UNKNOWN in cause for cause in causes):
+        identified = ray.get(ray.remote(**takes, max_retries=1)(identify).remote(run, features))
+        measured = {**measured, "identified": identified}
+        causes = judge(measured)
+    summary = {"verdict": "misaligned" if causes else "aligned", "causes": causes, **measured}
+    run.write_json(f"{key}/summary.json", summary)
+    return summary
+
+
+def watching(run: Run, corpus: Corpus, features: Units, drafter: str) -> Callable[[SGLangEngine, Path], None] | None:
+    """What `evaluate` is to call with its engine, so that one served engine does both; None where all is measured."""
+    key = _key(run, features, drafter)
+    if not run.config.verify.samples or any(run.files.exists(f"{key}/{name}.json") for name in ("summary", "measured")):
+        return None
+    return partial(_watch, run, corpus, features, drafter)
+
+
+def _watch(run: Run, corpus: Corpus, features: Units, drafter: str, engine: SGLangEngine, folder: Path) -> None:
+    measured = measure(run, corpus, features, drafter, engine, folder)
+    run.write_json(f"{_key(run, features, drafter)}/measured.json", measured)
+
+
+def _alone(run: Run, corpus: Corpus, features: Units, drafter: str) -> dict[str, Any]:
+    """A Ray task."""
+    with serving(run, drafter, watched=True) as (engine, folder):
+        return measure(run, corpus, features, drafter, engine, folder)
+
+
+def _key(run: Run, features: Units, drafter: str) -> str:
+    """One verification each of drafter as exported, features as committed, and settings of the serving engine."""
+    exported = run.read_json(f"{drafter}/export.json")
+    if exported is None:
+        raise ConfigError(f"no exported drafter at {run.files.url(drafter)}; run ray_jobs.export first")
+    decides = {
+        "exported": exported,
+        "features": features.folder,
+        "dtype": run.config.evaluate.dtype or run.config.engine.dtype,
+        "verify": dataclasses.asdict(run.config.verify),
+        **{name: getattr(run.config.evaluate, name) for name in ("num_steps", "topk", "num_draft_tokens")},
+        **deciding_args(run.config, "serve"),
+    }
+    return f"{drafter}/verifications/{fingerprint(decides)}"
+
+
+# ---------------------------------------------------------------- beside the engine
+
+
+def measure(
+    run: Run, corpus: Corpus, features: Units, drafter: str, engine: SGLangEngine, folder: Path
+) -> dict[str, Any]:
+    """Serve some stored samples and compare all there is to compare; `folder` holds the served drafter."""
+    description = features.description()
+    samples = choose(run, features)
+    boundaries, hidden = description["boundaries"], run.spec.hidden_size
+    tensors, facts = engine.drafter_facts()
+    trained, pieces = read_trained(run.files, drafter), load_pieces(run.config.target, torch.float32)
+    prompts = _prompts(samples)
+    greedy = SamplingConfig(max_new_tokens=NEW_TOKENS)
+    whole = [one for _, one in engine.watch([s.input_ids.tolist() for s in samples], SamplingConfig(max_new_tokens=1))]
+    again = [_in_chunks(engine, sample.input_ids.tolist()) for sample in samples]
+    answers = engine.watch([ids for _, ids in prompts], greedy)
+    half = len(prompts) // 2
+    others = [
+        pair for some in (prompts[:half], prompts[half:]) if some for pair in engine.watch([i for _, i in some], greedy)
+    ]
+    width = whole[0].states.shape[1]
+    measured = {
+        "samples": len(samples),
+        "trained": boundaries,
+        "hidden_size": hidden,
+        "width": width,
+        "facts": facts,
+        "precision": _coarser(description["dtype"], description["engine_dtype"]),
+        "target_dtype": description["engine_dtype"],
+        "drafter_dtype": description["engine_dtype"],
+        "settings": differing(run.config, description),
+        "drafter_faults": folder_faults(trained, folder, description["engine_dtype"]),
+        "in_force_faults": in_force_faults(tensors, trained, pieces),
+        "sample_faults": sample_faults(corpus, samples),
+        "wrong_inputs": sum(
+            int((one.ids[:-1] != sample.input_ids[one.at[1:]].long()).sum())
+            for one, sample in zip(whole, samples, strict=True)
+        ),
+        "last_hidden": targets(engine, samples, pieces),
+        "drafts": drafts(trained.drafter(pieces), answers, [ids for _, ids in prompts], run.config.evaluate.topk, facts)
+        if width == len(boundaries) * hidden
+        else {},
+        "rows": {"prompt": sum(len(one.at) for one in whole), "verify": 0},
+    }
+    if width == len(boundaries) * hidden:
+        kept = partial(_as_stored, dtype=description["dtype"], boundaries=len(boundaries))
+        measured |= compare(samples, prompts, kept, whole, again, answers, others)
+        measured["rows"]["verify"] = measured.pop("verify_rows")
+    return measured
+
+
+def choose(run: Run, features: Units) -> list[Features]:
+    """verify.samples of the committed samples, by seed, each cut at verify.max_tokens."""
+    settings, commits = run.config.verify, features.commits()
+    pairs = [(shard, i) for shard, commit in enumerate(commits) for i in range(len(commit.samples))]
+    if not pairs:
+        raise ConfigError(f"verify: no sample is committed below {features.files.url(features.folder)}")
+    chosen = sorted(random.Random(run.config.train.seed).sample(pairs, min(settings.samples, len(pairs))))
+    samples = read_samples(features, commits, node_cache(run.config.store), chosen)
+    return [_cut(sample, settings.max_tokens) for sample in samples]
+
+
+def _cut(sample: Features, length: int) -> Features:
+    rows = int((sample.last_rows < length).sum())
+    return dataclasses.replace(
+        sample,
+        input_ids=sample.input_ids[:length],
+        loss_mask=sample.loss_mask[:length],
+        aux=sample.aux[:length],
+        last_hidden=sample.last_hidden[:rows],
+        last_rows=sample.last_rows[:rows],
+    )
+
+
+def _prompts(samples: list[Features]) -> list[tuple[int, list[int]]]:
+    """The ids before each answer, and which sample they are of."""
+    found = []
+    for number, sample in enumerate(samples):
+        mask = sample.loss_mask.int()  # [T]
+        starts = ((mask.diff() > 0).nonzero().flatten() + 1).tolist()
+        found += [(number, sample.input_ids[:start].tolist()) for start in starts]
+    return found
+
+
+def _in_chunks(engine: SGLangEngine, ids: list[int]) -> Watched:
+    """The same rows alone in the batch, and in two chunks: the second half is computed on the first one's cache."""
+    salt, one = f"chunks-{id(ids)}-{len(ids)}", SamplingConfig(max_new_tokens=1)
+    first, second = (engine.watch([some], one, salt)[0][1] for some in (ids[: len(ids) // 2], ids))
+    missing = first.at < int(second.at[0])
+    return dataclasses.replace(
+        second,
+        at=torch.cat([first.at[missing], second.at]),
+        ids=torch.cat([first.ids[missing], second.ids]),
+        states=torch.cat([first.states[missing], second.states]),
+        verified=torch.cat([first.verified[missing], second.verified]),
+    )
+
+
+def _as_stored(states: Tensor, dtype: str, boundaries: int) -> Tensor:
+    """[n, A*H] -> [n, A, H] float32, as the store keeps them."""
+    is_fp8 = dtype == "float8_e4m3"
+    kept = dequantise(*quantise(states, boundaries)) if is_fp8 else states.to(getattr(torch, dtype))
+    return kept.float().unflatten(1, (boundaries, -1))
+
+
+def _coarser(*dtypes: str) -> str:
+    order = ("float32", "float16", "bfloat16", "float8_e4m3")
+    return max(dtypes, key=order.index)
+
+
+# ---------------------------------------------------------------- states
+
+
+def compare(
+    samples: list[Features],
+    prompts: list[tuple[int, list[int]]],
+    kept: partial[Tensor],
+    whole: list[Watched],
+    again: list[Watched],
+    answers: list[tuple[Response, Watched]],
+    others: list[tuple[Response, Watched]],
+) -> dict[str, Any]:
+    """Errors, noise, the matrix and the shifts; the states of verify steps only where the answer is the stored one."""
+    trained = [kept(sample.aux) for sample in samples]  # [T, A, H] each
+    served = [kept(one.states) for one in whole]  # [T, A, H]
+    both = [(a, b[: len(a)]) for a, b in zip(served, trained, strict=True)]
+    noise = [relative_errors(kept(b.states), kept(a.states)[b.at]) for a, b in zip(whole, again, strict=True)]
+    verified, verified_noise = [], []
+    for (number, ids), (_, one), (_, other) in zip(prompts, answers, others, strict=True):
+        rows = _verified_rows(one, ids, samples[number])  # {slot: row}
+        twin = _verified_rows(other, ids, samples[number])
+        slots = sorted(rows)
+        if slots:
+            states = kept(one.states)[[rows[slot] for slot in slots]]  # [n, A, H]
+            verified.append(relative_errors(states, trained[number][slots]))
+            common = [slot for slot in slots if slot in twin]
+            mine, theirs = ([of[slot] for slot in common] for of in (rows, twin))
+            verified_noise.append(relative_errors(kept(other.states)[theirs], kept(one.states)[mine]))
+    joined, targets_joined = torch.cat([a for a, _ in both]), torch.cat([b for _, b in both])  # [N, A, H]
+    per_sample = [shifted(a, b) for a, b in both]
+    empty = relative_errors(joined[:0], joined[:0])
+    return {
+        "errors": {
+            "prompt": spread(relative_errors(joined, targets_joined)),
+            "verify": spread(torch.cat(verified or [empty])),
+        },
+        "floor": {"prompt": spread(torch.cat(noise)), "verify": spread(torch.cat(verified_noise or [empty]))},
+        "matrix": matrix(joined, targets_joined),
+        "cosines": torch.cosine_similarity(joined, targets_joined, dim=-1).mean(0).tolist(),  # [A]
+        "shifts": {str(k): sum(of[k] for of in per_sample) / len(per_sample) for k in (-1, 0, 1)},
+        "verify_rows": sum(map(len, verified)),
+    }
+
+
+def _verified_rows(one: Watched, prompt: list[int], sample: Features) -> dict[int, int]:
+    """{slot: row} of verify steps as far as the sequence so far is the stored sample's."""
+    stored, found = sample.input_ids.tolist(), dict[int, int]()
+    sequence = {0: prompt[0]} | {slot + 1: token for slot, token in zip(one.at.tolist(), one.ids.tolist(), strict=True)}
+    for row, (slot, verified) in enumerate(zip(one.at.tolist(), one.verified.tolist(), strict=True)):
+        if slot >= len(stored) or sequence[slot] != stored[slot]:
+            break
+        if verified:
+            found[slot] = row
+    return found
+
+
+def targets(engine: SGLangEngine, samples: list[Features], pieces: TargetPieces) -> dict[str, Any]:
+    """Output head x last hidden state against the engine's own likeliest tokens and their log-probabilities."""
+    errors: list[Tensor] = []
+    normed: list[Tensor] = []
+    same: list[Tensor] = []
+    for sample in samples:
+        if not len(sample.last_rows):
+            continue
+        said = [engine.next_tokens(sample.input_ids.tolist())[row] for row in sample.last_rows.tolist()]
+        logprobs, tokens = (torch.tensor(column) for column in zip(*said, strict=True))  # [R], [R]
+        last = sample.last_hidden.float()  # [R, H]
+        scaled = last * last.square().mean(-1, keepdim=True).add(1e-6).rsqrt() * pieces.norm  # if the norm was left out
+        for state, into in ((last, errors), (scaled, normed)):
+            mine = (state @ pieces.head.T).log_softmax(-1)  # [R, V]
+            into.append((mine.gather(1, tokens[:, None])[:, 0] - logprobs).abs())
+            if into is errors:
+                same.append((mine.argmax(-1) == tokens).float())
+    if not errors:
+        return {}
+    return {
+        "rows": sum(len(rows) for rows in errors),
+        "same_token": float(torch.cat(same).mean()),
+        "logprob_error": float(torch.cat(errors).median()),
+        "logprob_error_normed": float(torch.cat(normed).median()),
+    }
+
+
+def identify(run: Run, features: Units) -> str:
+    """Which of all the target's boundaries the features are, by an engine that captures every one. A Ray task."""
+    layers = int(run.model["num_hidden_layers"])
+    spec = dataclasses.replace(run.spec, boundaries=tuple(range(layers)))
+    description = features.description()
+    (sample, *_) = choose(run, features)
+    sample = _cut(sample, 256)
+    engine = SGLangEngine(run.config, run.folder, spec)
+    try:
+        captured = engine.capture([sample.input_ids.tolist()])[0].aux.float()  # [T, L*H]
+    finally:
+        engine.close()
+    every = captured.unflatten(1, (layers, -1))  # [T, L, H]
+    found = []
+    names = description["boundaries"]
+    for name, state in zip(names, sample.aux.float().chunk(len(names), -1), strict=True):
+        distances = {
+            (k, shift): error
+            for k in range(layers)
+            for shift, error in shifted(state[:, None], every[:, k : k + 1]).items()
+        }
+        (boundary, shift), error = min(distances.items(), key=lambda item: item[1])
+        if error > 0.2:
+            return (
+                f"the features are another target's, or of another corpus: the nearest of this target's boundaries to "
+                f"what is said to be boundary {name} is {boundary}, {error:.2g} away"
+            )
+        found.append((boundary, name, shift))
+    pairs = ", ".join(f"{b}{f' (rows shifted by {s:+d})' if s else ''} lies where {n} is said to" for b, n, s in found)
+    off = {b - n for b, n, _ in found}
+    return f"the features' boundaries are {'off by one' if off in ({1}, {-1}) else 'others'}: {pairs}"
+
+
+# ---------------------------------------------------------------- the drafter
+
+
+@torch.no_grad()
+def drafts(
+    drafter: Drafter,
+    answers: list[tuple[Response, Watched]],
+    prompts: list[list[int]],
+    topk: int,
+    facts: dict[str, Any],
+) -> dict[str, Any]:
+    """The trained drafter on the states that the served one got: is what SGLang drafted what we would draft?"""
+    place = {token: i for i, token in enumerate(drafter.draft_ids.tolist())}
+    firsts, chains = [], []
+    for (_, one), prompt in zip(answers, prompts, strict=True):
+        states, known = one.states.float(), [prompt[0], *one.ids.tolist()]
+        logits = chain(drafter, known[: len(prompt) + 1], states[: len(prompt)], [0])[0]
+        best = logits.softmax(-1).max(-1)
+        firsts.append(abs(float(best.values) - one.first[1]))
+        if topk == 1:
+            chains += [(known[: n + 1], states[:n], said) for n, said in one.drafted if n < len(known)]
+    same = []
+    for ids, states, said in chains:
+        ours = chain(drafter, ids, states, said[1:])
+        for logits, token in zip(ours, said[1:], strict=True):
+            at = place.get(token)
+            same.append(at is not None and float(logits.max() - logits[at]) <= TOLERANCE[facts["drafter_dtype"]])
+    return {
+        "compared": len(same),
+        "same": sum(same) / len(same) if same else None,
+        "probability_error": sum(firsts) / max(1, len(firsts)),
+    }
+
+
+# ---------------------------------------------------------------- the corpus
+
+
+def sample_faults(corpus: Corpus, samples: list[Features]) -> list[dict[str, str]]:
+    """Samples that do not begin with their prompt as this target's template renders it, or whose mask is elsewhere."""
+    prompts = {prompt.id: prompt for unit in corpus.units for prompt in corpus.read(unit)}
+    faults = []
+    for sample in samples:
+        fault = _fault(prompts.get(sample.id), sample)
+        if fault:
+            faults.append({"id": sample.id, "kind": fault[0], "words": fault[1]})
+    return faults
+
+
+def _fault(prompt: Prompt | None, sample: Features) -> tuple[str, str] | None:
+    if prompt is None:
+        return "another corpus", "the corpus has no such prompt"
+    ids, mask = sample.input_ids.tolist(), sample.loss_mask.tolist()
+    at = 0
+    for segment in prompt.segments:
+        added = join(ids[:at], segment)
+        here = ids[at : at + len(added)]
+        if here != added[: len(here)]:
+            wrong = next(i for i, (a, b) in enumerate(zip(here, added, strict=False)) if a != b)
+            return "another chat template or tokenizer", f"token {at + wrong} is {here[wrong]}, not {added[wrong]}"
+        start = at + len(added)
+        if start >= len(ids):
+            break
+        begins = next((i for i in range(at, len(mask)) if mask[i]), len(mask))
+        if begins != start:
+            return "the loss mask is shifted", f"it begins at token {begins}, the answer at token {start}"
+        at = next((i for i in range(start, len(mask)) if not mask[i]), len(mask))
+        if at == len(ids):
+            break
+    if not torch.equal(sample.last_rows, target_rows(sample.loss_mask)[: len(sample.last_rows)]):
+        return "the training targets are shifted", "their rows are not those of the loss mask"
+    return None
+
+
+# ---------------------------------------------------------------- settings
+
+
+def differing(config: Config, description: dict[str, Any]) -> dict[str, Any]:
+    """Settings of the serving engine that are not those of the capturing one: {name: [captured, served]}."""
+    serving = {"engine_version": engine_version(config), "engine_dtype": config.engine.dtype}
+    found = {name: [description[name], value] for name, value in serving.items() if description[name] != value}
+    for group, values in deciding_args(config, "serve").items():
+        before = description[group]
+        for name in sorted(before.keys() | values.keys()):
+            if before.get(name) != values.get(name):
+                found[name] = [before.get(name), values.get(name)]
+    return found

@@ -1,0 +1,31 @@
+"""Drafter, features and serving engine -> whether training features equal serving features. Exits with 1 if not."""
+
+import sys
+
+from eagle3_ray.config import ConfigError
+from eagle3_ray.prepare import prepare
+from eagle3_ray.run import Run
+from eagle3_ray.verify import verify
+from ray_jobs import stage
+from ray_jobs.cluster import cluster
+
+
+def main(run: Run) -> None:
+    if not run.config.verify.samples:
+        raise ConfigError("verify.samples: 0 leaves nothing to verify")
+    corpus = prepare(run, run.config.prompts)
+    features, _ = run.features(corpus.fingerprint)
+    with cluster(run.config.cluster):
+        summary = verify(run, corpus, features, run.drafter(features))
+    say(summary)
+    sys.exit(summary["verdict"] != "aligned")
+
+
+def say(summary: dict) -> None:
+    print(f"verify: {summary['verdict']}")
+    for cause in summary["causes"]:
+        print(f"  {cause}")
+
+
+if __name__ == "__main__":
+    stage(main)

@@ -1,0 +1,152 @@
+"""Planted faults are called by their names, and clean drafters pass, on the real SGLang that serves them.
+
+A family's store is made once; each case is a copy of it, damaged by plant_fault.py in a process of its own, and the
+command sees only what lies there.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import ROOT
+from test_cli import command
+from tiny_targets import tiny_deepseek_v3, tiny_qwen3
+
+PROMPTS = ["Name a colour.", "What is two plus three?", "Write one line on rain.", "Who sings best?", "Say no.", "Why?"]
+SMALL = ["prompts.unit_size=6", "sampling.max_new_tokens=24", "hardware.num_actors=1", "cluster.num_cpus=2"]
+SMALL += ["drafter.draft_vocab_size=256", "train.steps=2", "capture.dtype=float32"]
+BF16 = ["engine.dtype=bfloat16", "capture.dtype=bfloat16"]
+EAGLE = ["+hardware.serve_args.speculative_algorithm=EAGLE"]
+
+# fault -> what the causes must say; of SmolLM2, whose boundaries are 2, 15 and 27
+SMOLLM2 = {
+    "ids one too high": "layer ids are off by one: boundary 3 where 2 was trained, 16 where 15",
+    "ids one too low": "layer ids are off by one: boundary 1 where 2 was trained, 14 where 15",
+    "one id apart": "other layer ids: boundary 17 where 15 was trained",
+    "no eagle_config": "config.json has no eagle_config with layer ids",
+    "other theta": "config.json: rope_parameters is",
+    "absolute d2t": "d2t holds the target's ids themselves",
+    "other t2d": "t2d is [49216], trained was [49152]",
+    "half precision": "config.json: dtype is float16",
+    "permuted": "boundaries are permuted in the features: 2 lies where 15 is said to, 15 lies where 2 is said to",
+    "rows shifted": "the features' rows are shifted: the state of token q lies in row q+1",
+    "captured one too high": "the features' boundaries are off by one: 3 lies where 2 is said to",
+    "another target": "the features are another target's",
+    "before the norm": "the last hidden states lack the target's final norm",
+    "mask shifted": "the loss mask is shifted: it begins at token",
+    "other template": "another chat template or tokenizer: token 0 is",
+    "other theta + permuted": "boundaries are permuted in the features",
+}
+TINY = {
+    "ids one too high": "layer ids are off by one: boundary 3 where 2 was trained",
+    "permuted": "boundaries are permuted in the features: 2 lies where 4 is said to, 4 lies where 2 is said to",
+    "absolute d2t": "d2t holds the target's ids themselves",
+}
+
+
+@dataclass
+class Case:
+    """A finished store of one target, and how to verify a copy of it."""
+
+    home: Path
+    target: Path
+    settings: list[str]
+
+    def verify(self, home: Path, *more: str) -> tuple[int, dict[str, Any]]:
+        ended = command("verify", *self.settings, *more, home=home)
+        found = list(home.glob("drafters/*/verifications/*/summary.json"))
+        assert found, ended.stderr[-4000:]
+        summary = json.loads(found[0].read_text())
+        assert f"verify: {summary['verdict']}" in ended.stdout
+        return ended.returncode, summary
+
+    def damaged(self, fault: str, home: Path) -> Path:
+        shutil.copytree(self.home, home)
+        plant = [sys.executable, str(ROOT / "tests" / "plant_fault.py"), str(home), fault, str(self.target)]
+        subprocess.run(plant, check=True, env={"PYTHONPATH": str(ROOT)}, capture_output=True)
+        return home
+
+
+def make(folder: Path, target: Path, *settings: str) -> Case:
+    (folder / "p.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS))
+    given = [f"target.path={target}", f"prompts.source={folder}/p.jsonl", *SMALL, *settings]
+    for stage in ("extract", "train", "export"):
+        ended = command(stage, *given, home=folder / "home")
+        assert ended.returncode == 0, ended.stderr[-4000:]
+    return Case(folder / "home", target, given)
+
+
+@pytest.fixture(scope="module")
+def smollm2_case(tmp_path_factory: pytest.TempPathFactory, smollm2: Path) -> Case:
+    return make(tmp_path_factory.mktemp("smollm2"), smollm2)
+
+
+@pytest.fixture(scope="module", params=["qwen3", "deepseek"])
+def tiny_case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, smollm2: Path) -> Case:
+    folder = tmp_path_factory.mktemp(request.param)
+    make_target = {"qwen3": tiny_qwen3, "deepseek": tiny_deepseek_v3}[request.param]
+    target = make_target(folder / "target", vocab=49152, layers=8)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(smollm2 / name, target)
+    return make(folder, target, "capture.boundaries=[2,4,6]")
+
+
+def assert_aligned(code: int, summary: dict[str, Any], limit: float) -> None:
+    assert (code, summary["verdict"], summary["causes"]) == (0, "aligned", [])
+    assert [min(range(3), key=row.__getitem__) for row in summary["matrix"]] == [0, 1, 2]
+    for kind in ("prompt", "verify"):
+        assert summary["rows"][kind] > 30
+        assert max(summary["errors"][kind]["p95"]) < limit
+
+
+@pytest.mark.engine
+@pytest.mark.full
+def test_a_clean_drafter_is_aligned(smollm2_case: Case, tmp_path: Path) -> None:
+    shutil.copytree(smollm2_case.home, tmp_path / "home")
+    assert_aligned(*smollm2_case.verify(tmp_path / "home"), 1e-4)
+
+
+@pytest.mark.engine
+@pytest.mark.full
+@pytest.mark.parametrize("fault", SMOLLM2)
+def test_a_planted_fault_is_called_by_its_name(fault: str, smollm2_case: Case, tmp_path: Path) -> None:
+    code, summary = smollm2_case.verify(smollm2_case.damaged(fault, tmp_path / "home"))
+    print(fault, summary["causes"])
+    assert (code, summary["verdict"]) == (1, "misaligned")
+    assert any(SMOLLM2[fault] in cause for cause in summary["causes"]), summary["causes"]
+    if "+" not in fault:
+        assert len(summary["causes"]) <= 2, summary["causes"]
+
+
+@pytest.mark.engine
+@pytest.mark.full
+def test_eagle_in_place_of_eagle3_is_called_by_its_name(smollm2_case: Case, tmp_path: Path) -> None:
+    shutil.copytree(smollm2_case.home, tmp_path / "home")
+    code, summary = smollm2_case.verify(tmp_path / "home", *EAGLE)
+    assert code == 1
+    assert "speculative_algorithm is EAGLE, not EAGLE3: the drafter gets 576 numbers a token" in summary["causes"][0]
+
+
+@pytest.mark.engine
+@pytest.mark.full
+def test_in_bfloat16_a_clean_drafter_is_aligned_within_its_own_noise(smollm2: Path, tmp_path: Path) -> None:
+    case = make(tmp_path, smollm2, *BF16)
+    assert_aligned(*case.verify(case.home), 0.05)
+
+
+@pytest.mark.engine
+@pytest.mark.full
+def test_other_targets_are_verified_too(tiny_case: Case, tmp_path: Path) -> None:
+    shutil.copytree(tiny_case.home, tmp_path / "clean")
+    assert_aligned(*tiny_case.verify(tmp_path / "clean"), 1e-4)
+    for number, (fault, words) in enumerate(TINY.items()):
+        code, summary = tiny_case.verify(tiny_case.damaged(fault, tmp_path / str(number)))
+        assert code == 1
+        assert any(words in cause for cause in summary["causes"]), (fault, summary["causes"])
