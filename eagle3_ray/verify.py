@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -26,11 +27,11 @@ from eagle3_ray.conversations import join
 from eagle3_ray.drafter.model import Drafter
 from eagle3_ray.drafter.target import TargetPieces, load_pieces
 from eagle3_ray.drafter.trained import chain, folder_faults, in_force_faults, read_trained
-from eagle3_ray.engines.base import Response
+from eagle3_ray.engines.base import EngineError, Response
 from eagle3_ray.engines.sglang import SGLangEngine
 from eagle3_ray.engines.sglang_nodes import actor_options
 from eagle3_ray.engines.sglang_served import Watched
-from eagle3_ray.evaluate import serving
+from eagle3_ray.evaluate import local_folder, serving
 from eagle3_ray.prepare import Corpus, Prompt
 from eagle3_ray.run import Run
 from eagle3_ray.store.cache import node_cache
@@ -87,9 +88,15 @@ def _watch(run: Run, corpus: Corpus, features: Units, drafter: str, engine: SGLa
 
 
 def _alone(run: Run, corpus: Corpus, features: Units, drafter: str) -> dict[str, Any]:
-    """A Ray task."""
-    with serving(run, drafter, watched=True) as (engine, folder):
-        return measure(run, corpus, features, drafter, engine, folder)
+    """A Ray task. An engine that fails on a faulty drafter leaves what can be told without it."""
+    try:
+        with serving(run, drafter, watched=True) as (engine, folder):
+            return measure(run, corpus, features, drafter, engine, folder)
+    except EngineError as error:
+        with tempfile.TemporaryDirectory(prefix="eagle3-ray-") as scratch:
+            folder = local_folder(run, f"{drafter}/export", Path(scratch))
+            faults = folder_faults(read_trained(run.files, drafter), folder, run.config.engine.dtype)
+        return {"failed": str(error), "drafter_faults": faults}
 
 
 def _key(run: Run, features: Units, drafter: str) -> str:

@@ -1,4 +1,4 @@
-"""Damages a finished store the way mistakes do: `python plant_fault.py STORE FAULT TARGET`. It edits files, nothing else.
+"""Damages a finished store the way mistakes do: `python plant_fault.py STORE FAULT TARGET`. It only edits files.
 
 Faults of the exported drafter edit <drafter>/export/; faults of the features rewrite their shards, with commits that
 are right for the new bytes. Some take states anew from the target's folder, by Transformers; "A + B" plants both.
@@ -167,6 +167,15 @@ FEATURES: dict[str, Callable[[Features], Features]] = {
 }
 
 
+def retaken(fault: str, target: Target) -> Callable[[Features], Features]:
+    return {
+        "another target": target.taken_anew,
+        "captured one too high": lambda sample: target.taken_anew(sample, 1),
+        "other template": lambda sample: target.taken_anew(without_beginning(sample)),
+        "before the norm": target.before_the_norm,
+    }[fault]
+
+
 def main(store: Path, faults: str, folder: Path) -> None:
     for fault in faults.split(" + "):
         if fault in EXPORT:
@@ -174,14 +183,7 @@ def main(store: Path, faults: str, folder: Path) -> None:
         elif fault in FEATURES:
             edit_features(store, FEATURES[fault])
         else:
-            target = Target(folder, store, other=fault == "another target")
-            edits: dict[str, Callable[[Features], Features]] = {
-                "another target": target.taken_anew,
-                "captured one too high": lambda sample: target.taken_anew(sample, 1),
-                "other template": lambda sample: target.taken_anew(without_beginning(sample)),
-                "before the norm": target.before_the_norm,
-            }
-            edit_features(store, edits[fault])
+            edit_features(store, retaken(fault, Target(folder, store, other=fault == "another target")))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,134 @@
+"""Verdicts on figures made by hand: each cause is named, and noise is not a cause."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+from eagle3_ray.alignment import judge, matrix, relative_errors, shifted, spread
+
+CLEAN: dict[str, Any] = {
+    "samples": 4,
+    "trained": [2, 15, 27],
+    "hidden_size": 8,
+    "width": 24,
+    "facts": {
+        "algorithm": "EAGLE3",
+        "layers_to_capture": [2, 15, 27],
+        "target_dtype": "float32",
+        "drafter_dtype": "float32",
+    },
+    "precision": "float32",
+    "target_dtype": "float32",
+    "drafter_dtype": "float32",
+    "settings": {},
+    "drafter_faults": [],
+    "in_force_faults": [],
+    "sample_faults": [],
+    "wrong_inputs": 0,
+    "rows": {"prompt": 100, "verify": 40},
+    "errors": {
+        "prompt": {"median": [2e-7] * 3, "p95": [8e-7] * 3},
+        "verify": {"median": [2e-7] * 3, "p95": [8e-7] * 3},
+    },
+    "floor": {"prompt": {"median": [1e-7] * 3, "p95": [3e-7] * 3}, "verify": {}},
+    "matrix": [[2e-7, 0.9, 1.4], [0.8, 2e-7, 0.9], [1.2, 0.7, 2e-7]],
+    "shifts": {"-1": 1.1, "0": 2e-7, "1": 1.2},
+    "last_hidden": {"rows": 50, "same_token": 1.0, "logprob_error": 1e-6, "logprob_error_normed": 0.4},
+    "drafts": {"compared": 90, "same": 1.0, "probability_error": 1e-6},
+}
+
+
+def changed(**changes: Any) -> dict[str, Any]:
+    measured = copy.deepcopy(CLEAN)
+    for name, value in changes.items():
+        measured[name] = {**measured[name], **value} if isinstance(value, dict) else value
+    return measured
+
+
+def test_what_agrees_within_its_noise_is_aligned() -> None:
+    assert judge(CLEAN) == []
+
+
+CASES = [
+    ({"facts": {"layers_to_capture": [3, 16, 28]}}, "off by one: boundary 3 where 2 was trained, 16 where 15"),
+    ({"facts": {"layers_to_capture": [1, 14, 26]}}, "off by one: boundary 1 where 2 was trained"),
+    ({"facts": {"layers_to_capture": [2, 16, 27]}}, "other layer ids: boundary 16 where 15 was trained"),
+    ({"facts": {"layers_to_capture": [15, 2, 27]}}, "permuted: boundary 15 where 2 was trained"),
+    ({"facts": {"layers_to_capture": [2, 15]}}, "boundaries [2, 15] are served, [2, 15, 27] were trained"),
+    ({"facts": {"algorithm": "EAGLE"}, "width": 8}, "the drafter gets 8 numbers a token, not 3 boundaries of 8"),
+    ({"facts": {"target_dtype": "float16"}}, "the target is served in float16, and float32 is what was trained for"),
+    ({"wrong_inputs": 7}, "on 7 of 100 prompt rows"),
+    (
+        {"sample_faults": [{"id": "a", "kind": "the loss mask is shifted", "words": "it begins at 5"}]},
+        "the loss mask is shifted: it begins at 5 (sample a; 1 of 4 samples)",
+    ),
+    ({"matrix": [[0.8, 2e-7, 0.9], [2e-7, 0.9, 1.4], [1.2, 0.7, 2e-7]]}, "2 lies where 15 is said to, 15 lies where 2"),
+    (
+        {"matrix": [[1.0, 0.9, 1.4], [0.8, 1.0, 0.9], [1.2, 0.7, 1.0]], "shifts": {"0": 1.0, "1": 3e-7}},
+        "the state of token q lies in row q+1",
+    ),
+    ({"matrix": [[1.2, 1.1, 1.4], [0.8, 1.3, 0.9], [1.2, 0.7, 1.5]]}, "boundary 2 are no states of this target there"),
+    ({"matrix": [[0.1, 0.2, 1.4], [0.8, 0.1, 0.9], [1.2, 0.7, 0.1]]}, "that of the next boundary 0.2"),
+    (
+        {"errors": {"prompt": {"median": [2e-7, 4e-6, 2e-7], "p95": [8e-7] * 3}}},
+        "boundary 15 of prompt rows by 4e-06 (median), 4.0 times the noise of 1e-06; settings that differ: none",
+    ),
+    (
+        {"errors": {"verify": {"median": [2e-7] * 3, "p95": [8e-7, 8e-7, 5e-6]}}, "settings": {"tp_size": [1, 2]}},
+        "boundary 27 of verify rows by 5e-06 (p95), 5.0 times the noise of 1e-06; settings that differ: {'tp_size'",
+    ),
+    ({"last_hidden": {"logprob_error": 0.4, "logprob_error_normed": 1e-6}}, "lack the target's final norm"),
+    ({"last_hidden": {"logprob_error": 0.4}}, "training targets are not the target's"),
+    ({"drafts": {"same": 0.5}}, "of 90 served drafts 50.0% are those of the trained drafter"),
+    ({"drafts": {"probability_error": 0.02}}, "probability is 0.02 away"),
+]
+
+
+@pytest.mark.parametrize(("changes", "words"), CASES)
+def test_every_cause_is_named_and_no_other(changes: dict[str, Any], words: str) -> None:
+    causes = judge(changed(**changes))
+    assert len(causes) == 1
+    assert words in causes[0]
+
+
+def test_noise_that_was_measured_is_forgiven_three_times_over() -> None:
+    noisy = changed(errors={"prompt": {"median": [2e-5] * 3, "p95": [5e-5] * 3}})
+    assert len(judge(noisy)) == 1
+    noisy["floor"]["prompt"] = {"median": [1e-5] * 3, "p95": [2e-5] * 3}
+    assert judge(noisy) == []
+    noisy["floor"]["prompt"]["p95"] = [1e-5] * 3
+    assert "5.0 times the noise of 1e-05" in judge(noisy)[0]
+
+
+def test_an_engine_that_failed_leaves_what_is_known_without_it() -> None:
+    causes = judge({"failed": "the scheduler died", "drafter_faults": ["d2t is wrong"]})
+    assert causes == ["d2t is wrong", "the serving engine failed: the scheduler died"]
+
+
+def test_errors_are_relative_to_the_trained_row() -> None:
+    trained = torch.tensor([[[3.0, 4.0]], [[0.0, 2.0]]])  # [2, 1, 2]
+    served = torch.tensor([[[3.0, 3.0]], [[0.0, 2.0]]])
+    assert relative_errors(served, trained).tolist() == [[pytest.approx(0.2)], [0.0]]
+    assert spread(torch.tensor([[0.0, 1.0], [1.0, 1.0], [2.0, 1.0]])) == {
+        "median": [1.0, 1.0],
+        "p95": [pytest.approx(1.9), 1.0],
+    }
+    assert spread(torch.empty(0, 2)) == {}
+
+
+def test_the_matrix_has_served_rows_and_trained_columns() -> None:
+    trained = torch.tensor([1.0, 2.0]).view(1, 2, 1).expand(5, 2, 1)  # boundaries of 1 and of 2
+    served = torch.tensor([2.0, 4.0]).view(1, 2, 1).expand(5, 2, 1)
+    assert matrix(served, trained) == [[1.0, 0.0], [3.0, 1.0]]
+
+
+def test_a_shift_is_told_with_its_sign() -> None:
+    served = torch.arange(1.0, 9.0).view(8, 1, 1)
+    trained = served.roll(1, dims=0)  # the state of token q lies in row q + 1
+    found = shifted(served, trained)
+    assert found[1] == 0.0
+    assert min(found[0], found[-1]) > 0.1
