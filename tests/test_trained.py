@@ -1,0 +1,148 @@
+"""What a served drafter is compared with, without an engine: its folder, what is in force, and its samples."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from conftest import compose
+from safetensors.torch import load_file, save_file
+from stores import HIDDEN, fill
+
+from eagle3_ray.config import DrafterConfig
+from eagle3_ray.drafter.checkpoint import export
+from eagle3_ray.drafter.model import Drafter
+from eagle3_ray.drafter.shape import drafter_config
+from eagle3_ray.drafter.target import TargetPieces
+from eagle3_ray.drafter.trained import Trained, folder_faults, in_force_faults
+from eagle3_ray.prepare import Prompt
+from eagle3_ray.store.filesystem import Filesystem
+from eagle3_ray.store.shards import Features, target_rows
+from eagle3_ray.verify import choose, sample_faults
+
+TARGET = {"hidden_size": 32, "intermediate_size": 48, "vocab_size": 64, "num_attention_heads": 2, "head_dim": 16}
+TARGET |= {"num_key_value_heads": 1, "max_position_embeddings": 128, "rope_theta": 1e4, "rms_norm_eps": 1e-5}
+PIECES = TargetPieces(torch.randn(64, 32), torch.randn(64, 32), torch.ones(32))
+
+
+@pytest.fixture
+def trained(tmp_path: Path) -> Trained:
+    """Also exported, to tmp_path/export."""
+    drafter = Drafter(drafter_config(DrafterConfig(), TARGET, 3, 16), torch.arange(0, 64, 4))
+    export(tmp_path / "export", drafter, [1, 3, 5], "bfloat16")
+    weights = {name: t.clone() for name, t in drafter.state_dict().items() if name != "embed_tokens.weight"}
+    return Trained(json.loads(json.dumps(drafter.config.to_dict())), weights)
+
+
+def edited(folder: Path, edit: Callable[[dict[str, Any], dict[str, torch.Tensor]], Any]) -> Path:
+    config, weights = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
+    edit(config, weights)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(weights, folder / "model.safetensors")
+    return folder
+
+
+def test_an_export_has_no_fault(trained: Trained, tmp_path: Path) -> None:
+    assert folder_faults(trained, tmp_path / "export", "bfloat16") == []
+
+
+FAULTS: list[tuple[Callable[[dict[str, Any], dict[str, torch.Tensor]], Any], str]] = [
+    (lambda config, _: config.pop("eagle_config"), "config.json has no eagle_config with layer ids"),
+    (lambda config, _: config.update(rms_norm_eps=1e-6), "rms_norm_eps is 1e-06, trained was 1e-05"),
+    (lambda config, _: config.update(dtype="float16"), "dtype is float16, exported was bfloat16"),
+    (lambda config, _: config.pop("norm_output"), "norm_output is None, trained was False"),
+    (lambda _, weights: weights.update(d2t=torch.arange(0, 64, 4)), "d2t holds the target's ids themselves"),
+    (lambda _, weights: weights.update(d2t=torch.arange(16) + 3), "d2t holds other values than were trained"),
+    (lambda _, weights: weights.update(t2d=torch.ones(128).bool()), "t2d is [128], trained was [64]"),
+    (lambda _, weights: weights.pop("fc.weight"), "model.safetensors has no fc.weight"),
+    (lambda _, weights: weights["norm.weight"].mul_(2), "norm.weight holds other values than were trained"),
+]
+
+
+@pytest.mark.parametrize(("edit", "words"), FAULTS)
+def test_a_changed_folder_is_called_by_what_changed(
+    edit: Callable[[dict[str, Any], dict[str, torch.Tensor]], Any], words: str, trained: Trained, tmp_path: Path
+) -> None:
+    (fault,) = folder_faults(trained, edited(tmp_path / "export", edit), "bfloat16")
+    assert words in fault
+
+
+def in_force(**changes: Any) -> dict[str, torch.Tensor]:
+    """As a scheduler with a vocabulary padded to 80 rows tells it."""
+    at = torch.tensor([0, 40, 79])
+    embedding = torch.cat([PIECES.embedding, torch.zeros(16, 32)])
+    tensors = {"draft_ids": torch.arange(0, 64, 4), "embedding": embedding[at].bfloat16(), "embedding.at": at}
+    return tensors | changes
+
+
+def test_what_is_in_force_is_compared_row_by_row(trained: Trained) -> None:
+    head = {"head": trained.weights["lm_head.weight"][[0, 15]].bfloat16(), "head.at": torch.tensor([0, 15])}
+    assert in_force_faults(in_force(**head), trained, PIECES) == []
+    (fault,) = in_force_faults(in_force(**(head | {"head": head["head"] + 1})), trained, PIECES)
+    assert "the drafter's head in force is not the one" in fault
+    (fault,) = in_force_faults(in_force(embedding=torch.randn(3, 32)), trained, PIECES)
+    assert "the drafter's embedding in force is not the one" in fault
+    (fault,) = in_force_faults(in_force(draft_ids=torch.arange(16)), trained, PIECES)
+    assert "first ids are [0, 1, 2, 3], trained were [0, 4, 8, 12]" in fault
+    without = in_force()
+    del without["draft_ids"]
+    assert "SGLang uses none" in in_force_faults(without, trained, PIECES)[0]
+
+
+def features(ids: list[int], mask: list[int]) -> Features:
+    marked = torch.tensor(mask).bool()
+    rows = target_rows(marked)
+    return Features("a", torch.tensor(ids), marked, torch.zeros(len(ids), 6), torch.zeros(len(rows), 2), rows)
+
+
+PROMPT = Prompt("a", "d", [[1, 7, 8], [2, 1, 9]])  # the second segment begins with the end token that an answer brings
+SAMPLES = [
+    ([1, 7, 8, 5, 2, 1, 9, 6, 2], [0, 0, 0, 1, 1, 0, 0, 1, 1], None),
+    ([1, 7, 8, 5, 4, 2, 1, 9, 6], [0, 0, 0, 1, 1, 0, 0, 0, 1], None),  # an answer without an end token
+    ([1, 7, 8, 5, 2, 1, 9], [0, 0, 0, 1, 1, 0, 0], None),  # cut before its second answer
+    ([1, 7, 8, 5, 2, 1], [0, 0, 0, 1, 1, 0], None),
+    ([1, 7, 3, 5, 2], [0, 0, 0, 1, 1], "another chat template or tokenizer: token 2 is 3, not 8"),
+    ([1, 7, 8, 5, 2, 1, 4, 6, 2], [0, 0, 0, 1, 1, 0, 0, 1, 1], "chat template or tokenizer: token 6 is 4, not 9"),
+    ([1, 7, 8, 5, 2, 1, 9, 6, 2], [0, 0, 1, 1, 0, 0, 1, 1, 0], "the loss mask is shifted: it begins at token 2"),
+    ([1, 7, 8, 5, 2, 1, 9, 6, 2], [1, 0, 0, 0, 1, 1, 0, 0, 1], "the loss mask is shifted: it begins at token 0"),
+    ([1, 7, 8, 5, 2, 1, 9, 6, 2], [0, 0, 0, 1, 1, 0, 0, 0, 1], "it begins at token 8, the answer at token 7"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("ids", "mask", "fault"), SAMPLES)
+def test_a_sample_must_be_its_prompt_and_the_answers(ids: list[int], mask: list[int], fault: str | None) -> None:
+    corpus: Any = SimpleNamespace(units=["u"], read=lambda unit: [PROMPT])
+    found = [f"{of['kind']}: {of['words']}" for of in sample_faults(corpus, [features(ids, mask)])]
+    assert (found == []) if fault is None else (len(found) == 1 and fault in found[0]), found
+
+
+def test_rows_that_are_not_the_masks_are_a_fault() -> None:
+    corpus: Any = SimpleNamespace(units=["u"], read=lambda unit: [PROMPT])
+    sample = features([1, 7, 8, 5, 6, 2], [0, 0, 0, 1, 1, 1])
+    sample = dataclasses.replace(sample, last_rows=sample.last_rows - 1)
+    assert sample_faults(corpus, [sample])[0]["kind"] == "the training targets are shifted"
+    other: Any = SimpleNamespace(units=["u"], read=lambda unit: [])
+    assert sample_faults(other, [sample])[0]["words"] == "the corpus has no such prompt"
+
+
+def test_samples_are_chosen_by_the_settings(tmp_path: Path) -> None:
+    _, stored = fill(Filesystem(str(tmp_path / "store")), tmp_path, units=2, samples=3)
+
+    def chosen(*overrides: str) -> list[Features]:
+        run: Any = SimpleNamespace(config=compose(f"store.root={tmp_path / 'store'}", *overrides))
+        return choose(run, stored)
+
+    assert len(chosen("verify.samples=4")) == 4
+    assert len(chosen("verify.samples=99")) == 6
+    lengths = [len(sample.input_ids) for sample in chosen("verify.samples=99")]
+    assert lengths == [4, 6, 8, 5, 7, 9]
+    for sample in chosen("verify.samples=99", "verify.max_tokens=5"):
+        assert len(sample.input_ids) == len(sample.loss_mask) == min(5, len(sample.input_ids)) == len(sample.aux)
+        assert sample.last_hidden.shape == (len(sample.last_rows), HIDDEN)
+        assert (sample.last_rows < 5).all()
