@@ -6,7 +6,8 @@ same samples twice, in other batches and in other chunks. Aligned means that
 
   - each served boundary is nearest to the trained boundary of its own name, and any other is MARGIN times as far;
   - its error is at most TIMES_FLOOR times the noise, at the median and at the 95th percentile, for the states of
-    prompts and for those of verify steps, each on its own;
+    prompts and for those of verify steps, each on its own (a verify step is one more way to cut a sequence in chunks,
+    so the noise of chunks is forgiven there, too);
   - the drafter gets token x_{q+1} and position q with the state of x_q, the layers, vocabulary, embedding, head and
     precision in force are those that it was trained with, and it drafts what our own forward drafts;
   - the samples begin with the corpus's prompts, their masks cover the answers, and output head x last hidden state
@@ -147,9 +148,10 @@ def _unlike(name: int, error: float, other: float) -> str:
 def _beyond_noise(measured: dict[str, Any]) -> list[str]:
     """Where the order is right, but the values are not."""
     causes, least = [], LEAST_FLOOR[measured["precision"]]
-    for kind in ("prompt", "verify"):
+    prompt, verify = measured["floor"]["prompt"], measured["floor"]["verify"]
+    for kind, noises in (("prompt", [prompt]), ("verify", [prompt, verify])):
         for at, errors in measured["errors"][kind].items():
-            floors = [max(least, value) for value in measured["floor"][kind].get(at, [least] * len(errors))]
+            floors = [max(least, *(noise[at][i] for noise in noises if noise)) for i in range(len(errors))]
             worst = max(range(len(errors)), key=lambda i: errors[i] / floors[i])
             if errors[worst] > TIMES_FLOOR * floors[worst]:
                 causes.append(

@@ -104,6 +104,15 @@ def test_noise_that_was_measured_is_forgiven_three_times_over() -> None:
     assert "5.0 times the noise of 1e-05" in judge(noisy)[0]
 
 
+def test_verify_steps_have_the_noise_of_chunks_and_their_own() -> None:
+    noisy = changed(errors={"verify": {"median": [5e-6] * 3, "p95": [8e-6] * 3}})
+    assert "of verify rows" in judge(noisy)[0]
+    noisy["floor"]["prompt"] = {"median": [2e-6] * 3, "p95": [3e-6] * 3}
+    assert judge(noisy) == []
+    noisy["floor"] = {"prompt": {}, "verify": {"median": [2e-6] * 3, "p95": [3e-6] * 3}}
+    assert judge(noisy) == []
+
+
 def test_an_engine_that_failed_leaves_what_is_known_without_it() -> None:
     causes = judge({"failed": "the scheduler died", "drafter_faults": ["d2t is wrong"]})
     assert causes == ["d2t is wrong", "the serving engine failed: the scheduler died"]
