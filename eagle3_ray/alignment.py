@@ -151,7 +151,7 @@ def _beyond_noise(measured: dict[str, Any]) -> list[str]:
     prompt, verify = measured["floor"]["prompt"], measured["floor"]["verify"]
     for kind, noises in (("prompt", [prompt]), ("verify", [prompt, verify])):
         for at, errors in measured["errors"][kind].items():
-            floors = [max(least, *(noise[at][i] for noise in noises if noise)) for i in range(len(errors))]
+            floors = [max([least, *(noise[at][i] for noise in noises if noise)]) for i in range(len(errors))]
             worst = max(range(len(errors)), key=lambda i: errors[i] / floors[i])
             if errors[worst] > TIMES_FLOOR * floors[worst]:
                 causes.append(
