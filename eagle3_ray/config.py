@@ -238,6 +238,13 @@ class VerifyConfig:
 
 
 @dataclass
+class FeaturesConfig:
+    """Features from elsewhere, for verification alone."""
+
+    path: str | None = None  # a folder of what another tool captured at capture.boundaries; None: the store's own
+
+
+@dataclass
 class ClusterConfig:
     """How the driver reaches Ray."""
 
@@ -261,6 +268,7 @@ class Config:
     train: TrainConfig
     evaluate: EvaluateConfig
     verify: VerifyConfig
+    features: FeaturesConfig
     cluster: ClusterConfig
 
 

@@ -32,6 +32,7 @@ from eagle3_ray.engines.sglang import SGLangEngine
 from eagle3_ray.engines.sglang_nodes import actor_options
 from eagle3_ray.engines.sglang_served import Watched
 from eagle3_ray.evaluate import local_folder, serving
+from eagle3_ray.identify import Taken, identify, read_dump
 from eagle3_ray.prepare import Corpus, Prompt
 from eagle3_ray.run import Run
 from eagle3_ray.store.cache import node_cache
@@ -66,12 +67,23 @@ def verify(run: Run, corpus: Corpus, features: Units, drafter: str) -> dict[str,
         measured = ray.get(ray.remote(**takes, max_retries=1)(_alone).remote(run, corpus, features, drafter))
     causes = judge(measured)
     if any(UNKNOWN in cause for cause in causes):
-        identified = ray.get(ray.remote(**takes, max_retries=1)(identify).remote(run, features))
-        measured = {**measured, "identified": identified}
+        description, (sample, *_) = features.description(), choose(run, features)
+        states = sample.aux.float().unflatten(1, (len(description["boundaries"]), -1))  # [T, A, H]
+        taken = Taken(sample.id, sample.input_ids.long(), states)
+        found = ray.get(ray.remote(**takes, max_retries=1)(identify).remote(run, [taken], description["boundaries"]))
+        measured = {**measured, "identified": found["causes"][0] if found["causes"] else None}
         causes = judge(measured)
     summary = {"verdict": "misaligned" if causes else "aligned", "causes": causes, **measured}
     run.write_json(f"{key}/summary.json", summary)
     return summary
+
+
+def elsewhere(run: Run) -> dict[str, Any]:
+    """What another tool captured (features.path), against the target: no store and no drafter is needed."""
+    hardware, boundaries = run.config.hardware, list(run.spec.boundaries)
+    given = read_dump(Path(str(run.config.features.path)), run.config.verify.samples, len(boundaries))
+    takes = {"num_cpus": hardware.cpus_per_actor, "num_gpus": hardware.gpus_per_actor, **actor_options(hardware)}
+    return ray.get(ray.remote(**takes, max_retries=1)(identify).remote(run, given, boundaries))
 
 
 def watching(run: Run, corpus: Corpus, features: Units, drafter: str) -> Callable[[SGLangEngine, Path], None] | None:
@@ -290,7 +302,8 @@ def targets(engine: SGLangEngine, samples: list[Features], pieces: TargetPieces)
     for sample in samples:
         if not len(sample.last_rows):
             continue
-        said = [engine.next_tokens(sample.input_ids.tolist())[row] for row in sample.last_rows.tolist()]
+        after_each = engine.next_tokens(sample.input_ids.tolist())  # T of them
+        said = [after_each[row] for row in sample.last_rows.tolist()]
         logprobs, tokens = (torch.tensor(column) for column in zip(*said, strict=True))  # [R], [R]
         last = sample.last_hidden.float()  # [R, H]
         scaled = last * last.square().mean(-1, keepdim=True).add(1e-6).rsqrt() * pieces.norm  # if the norm was left out
@@ -307,39 +320,6 @@ def targets(engine: SGLangEngine, samples: list[Features], pieces: TargetPieces)
         "logprob_error": float(torch.cat(errors).median()),
         "logprob_error_normed": float(torch.cat(normed).median()),
     }
-
-
-def identify(run: Run, features: Units) -> str:
-    """Which of all the target's boundaries the features are, by an engine that captures every one. A Ray task."""
-    layers = int(run.model["num_hidden_layers"])
-    spec = dataclasses.replace(run.spec, boundaries=tuple(range(layers)))
-    description = features.description()
-    (sample, *_) = choose(run, features)
-    sample = _cut(sample, 256)
-    engine = SGLangEngine(run.config, run.folder, spec)
-    try:
-        captured = engine.capture([sample.input_ids.tolist()])[0].aux.float()  # [T, L*H]
-    finally:
-        engine.close()
-    every = captured.unflatten(1, (layers, -1))  # [T, L, H]
-    found = []
-    names = description["boundaries"]
-    for name, state in zip(names, sample.aux.float().chunk(len(names), -1), strict=True):
-        distances = {
-            (k, shift): error
-            for k in range(layers)
-            for shift, error in shifted(state[:, None], every[:, k : k + 1]).items()
-        }
-        (boundary, shift), error = min(distances.items(), key=lambda item: item[1])
-        if error > 0.2:
-            return (
-                f"the features are another target's, or of another corpus: the nearest of this target's boundaries to "
-                f"what is said to be boundary {name} is {boundary}, {error:.2g} away"
-            )
-        found.append((boundary, name, shift))
-    pairs = ", ".join(f"{b}{f' (rows shifted by {s:+d})' if s else ''} lies where {n} is said to" for b, n, s in found)
-    off = {b - n for b, n, _ in found}
-    return f"the features' boundaries are {'off by one' if off in ({1}, {-1}) else 'others'}: {pairs}"
 
 
 # ---------------------------------------------------------------- the drafter

@@ -5,7 +5,7 @@ import sys
 from eagle3_ray.config import ConfigError
 from eagle3_ray.prepare import prepare
 from eagle3_ray.run import Run
-from eagle3_ray.verify import verify
+from eagle3_ray.verify import elsewhere, verify
 from ray_jobs import stage
 from ray_jobs.cluster import cluster
 
@@ -13,6 +13,11 @@ from ray_jobs.cluster import cluster
 def main(run: Run) -> None:
     if not run.config.verify.samples:
         raise ConfigError("verify.samples: 0 leaves nothing to verify")
+    if run.config.features.path:
+        with cluster(run.config.cluster):
+            summary = elsewhere(run)
+        say(summary)
+        sys.exit(summary["verdict"] != "aligned")
     corpus = prepare(run, run.config.prompts)
     features, _ = run.features(corpus.fingerprint)
     with cluster(run.config.cluster):
