@@ -37,7 +37,8 @@ class Row:
 
 def setting(name: str, value: Any) -> Row:
     group, key = name.split(".")
-    return Row(name, str(value), **{group: {key: value}})
+    given = {key: value}
+    return Row(name, str(value), train=given) if group == "train" else Row(name, str(value), drafter=given)
 
 
 SLOTS, FILE = "the slots that serving drafts at", "own-answers"
