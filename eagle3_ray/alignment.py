@@ -28,7 +28,8 @@ TIMES_FLOOR = 3.0
 LEAST_FLOOR = {"float32": 1e-6, "bfloat16": 2**-8, "float16": 2**-11, "float8_e4m3": 2**-5}
 UNKNOWN = "no states of this target there"  # of features that the served boundaries do not explain
 NEAR = 0.2  # two states so near are the same one, in whatever precision; neighbouring boundaries are 0.3 apart
-LOGPROB_ERROR = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.05}  # nats, median over rows
+# Nats, median over rows. With fp8 states the last one is bfloat16
+LOGPROB_ERROR = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.05, "float8_e4m3": 0.1}
 SAME_DRAFTS = {"float32": 0.99, "bfloat16": 0.9, "float16": 0.9}  # share of drafts that are ours, too
 PROBABILITY_ERROR = {"float32": 1e-3, "bfloat16": 0.05, "float16": 0.02}  # of the first draft, mean
 
@@ -165,10 +166,10 @@ def _beyond_noise(measured: dict[str, Any]) -> list[str]:
 
 def _targets(measured: dict[str, Any]) -> list[str]:
     """The training targets: the last hidden states."""
-    last = measured["last_hidden"]
-    if not last or last["logprob_error"] <= LOGPROB_ERROR[measured["target_dtype"]]:
+    last, limit = measured["last_hidden"], LOGPROB_ERROR[measured["precision"]]
+    if not last or last["logprob_error"] <= limit:
         return []
-    if last["logprob_error_normed"] <= LOGPROB_ERROR[measured["target_dtype"]]:
+    if last["logprob_error_normed"] <= limit:
         return ["the last hidden states lack the target's final norm: training targets come from pre-norm states"]
     return [
         f"training targets are not the target's: output head x last hidden state gives log-probabilities that are "

@@ -141,3 +141,10 @@ def test_a_shift_is_told_with_its_sign() -> None:
     found = shifted(served, trained)
     assert found[1] == 0.0
     assert min(found[0], found[-1]) > 0.1
+
+
+def test_what_is_stored_in_bfloat16_may_be_as_far_off_as_that() -> None:
+    rough = changed(last_hidden={"logprob_error": 0.02})
+    assert "training targets are not the target's" in judge(rough)[0]
+    for precision in ("bfloat16", "float8_e4m3"):
+        assert judge({**rough, "precision": precision}) == []

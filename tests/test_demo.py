@@ -26,6 +26,7 @@ def test_the_demo_gives_a_drafter_that_sglang_accepts(tmp_path: Path) -> None:
     print(json.dumps({name: summary[name] for name in ("accept_length", "accept_length_by_step", "seconds")}))
     assert summary["accept_length"] >= 1.5
     assert summary["greedy_identical"] is True
+    assert summary["verification"]["verdict"] == "aligned"
     assert summary["samples"] >= 300
     assert summary["heldout"] >= 32
     for line in (f"accept length  {summary['accept_length']}", summary["drafter_path"], summary["report_path"]):

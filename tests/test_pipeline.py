@@ -115,7 +115,7 @@ def test_the_summary_says_what_was_done(summary: dict, submit) -> None:
     assert summary["layer_ids"] == [1, 14, 26]
     assert summary["heldout"] == 6
     assert summary["completion_tokens"] == sum(row["completion_tokens"] for row in summary["by_domain"].values())
-    assert set(summary["seconds"]) == {"prepare", "extract", "train", "export", "evaluate", "total"}
+    assert set(summary["seconds"]) == {"prepare", "extract", "train", "export", "evaluate", "verify", "total"}
     assert summary["versions"]["sglang"] == "0.5.23"
     for engine in [*summary["engines"]["extract"], *summary["engines"]["evaluate"]]:
         assert engine["engine"] == "sglang.srt.entrypoints.engine.Engine"
@@ -132,6 +132,18 @@ def test_a_drafter_of_no_training_accepts_next_to_nothing(summary: dict) -> None
 
 def test_greedy_answers_are_the_same_with_and_without_speculation(summary: dict) -> None:
     assert summary["greedy_identical"] is True
+
+
+def test_training_features_are_the_serving_features(summary: dict, submit) -> None:
+    found = summary["verification"]
+    assert (found["verdict"], found["causes"], found["samples"]) == ("aligned", [], 8)
+    assert found["trained"] == found["facts"]["layers_to_capture"] == [2, 15, 27]
+    assert [min(range(3), key=row.__getitem__) for row in found["matrix"]] == [0, 1, 2]
+    for kind in ("prompt", "verify"):
+        assert found["rows"][kind] > 40
+        assert max(found["errors"][kind]["p95"]) < 0.01  # the store's bfloat16, of a float32 engine
+    assert found["drafts"]["same"] == 1.0
+    assert "aligned" in Path(summary["report_path"]).read_text()
 
 
 def test_all_outputs_lie_below_the_store(summary: dict, submit) -> None:

@@ -132,7 +132,7 @@ def test_the_saved_configuration_of_a_run_holds_no_secret(tmp_path: Path) -> Non
     evaluation = dict.fromkeys([*measured, "different_answers", "refused", "by_domain", "conversations", "engine"])
     run = Run(config, Filesystem(str(tmp_path)), {}, {}, None)  # type: ignore[arg-type]
     features, corpus = SimpleNamespace(folder="features/x"), SimpleNamespace(summary={"prompts": 1})
-    summary = summarise(run, corpus, features, "drafters/x", evaluation, {})  # type: ignore[arg-type]
+    summary = summarise(run, corpus, features, "drafters/x", evaluation, None, {})  # type: ignore[arg-type]
     saved = (tmp_path / "runs" / "r" / "config.json").read_text()
     assert SECRET not in saved + json.dumps(summary) and summary["exclusive_create"] is True
     kept = json.loads(saved)
