@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from eagle3_ray.card import publish_card
 from eagle3_ray.config import ConfigError
 from eagle3_ray.evaluate import evaluate, heldout
 from eagle3_ray.export import export
@@ -36,8 +37,9 @@ def main(run: Run) -> None:
         features, _ = extracted(run, corpus)
         drafter = run.drafter(features)
         timed("train", train_drafter, run.config, features, features.description(), drafter)
-        timed("export", export, run, features, drafter)
+        exported = timed("export", export, run, features, drafter)
         evaluation = timed("evaluate", evaluate, run, prompts, drafter)
+    publish_card(run, features, drafter, exported, evaluation)
     summary = summarise(run, corpus, features, drafter, evaluation, seconds)
     report(run, summary)
     print(f"accept length  {summary['accept_length']}")
