@@ -50,6 +50,9 @@ def model_card(
         source=_place(masked(run.config.prompts.source)),
         version=engine_version(run.config),
         command=launch_command(run),
+        turned_off=[
+            name for name, value in deciding_args(run.config, "serve")["engine_args"].items() if value is False
+        ],
         evaluate=run.config.evaluate,
         evaluation=evaluation,
     )
@@ -80,7 +83,10 @@ def launch_command(run: Run) -> str:
 
 
 def _flag(name: str, value: Any) -> list[str]:
-    """One of ServerArgs as the command line has it: a bool that is true by its name alone, a list by its elements."""
+    """One of ServerArgs as the command line has it: a bool that is true by its name alone, a list by its elements.
+
+    What is false has no flag; the card says so, since SGLang may choose for itself where nothing is said.
+    """
     if value is None or value is False:
         return []
     name = "--" + name.replace("_", "-")
