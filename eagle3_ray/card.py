@@ -12,6 +12,7 @@ from typing import Any
 import jinja2
 
 from eagle3_ray.capture import deciding_args, engine_version
+from eagle3_ray.drafter.checkpoint import WRITTEN_FOR
 from eagle3_ray.run import Run
 from eagle3_ray.secrets import is_secret, masked
 from eagle3_ray.store.commits import Units
@@ -48,7 +49,7 @@ def model_card(
         fingerprint=features.folder.rpartition("/")[2],
         description=features.description(),
         source=_place(masked(run.config.prompts.source)),
-        version=engine_version(run.config),
+        version=engine_version(run.config) if run.config.engine.name == "sglang" else WRITTEN_FOR,
         command=launch_command(run),
         turned_off=[
             name for name, value in deciding_args(run.config, "serve")["engine_args"].items() if value is False

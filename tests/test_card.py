@@ -33,7 +33,7 @@ def trained(root: Path) -> tuple[Run, Units, dict[str, Any]]:
     """A run with a drafter of no training at `d`, as ray_jobs.train leaves it, and its summary."""
     config, features = stage(root, heldout=5)
     config.engine.version, config.engine.dtype, config.hardware.device = "0.5.23", "float32", "cpu"
-    config.prompts.source = str(root / "prompts.jsonl")
+    config.prompts.source, config.drafter.draft_vocab_size = str(root / "prompts.jsonl"), 12
     features.describe(ABOUT)
     start = frozen_start(config, features, ABOUT, "d")
     drafter = Drafter(read_config(start["drafter"]), torch.tensor(start["draft_ids"]))
@@ -72,6 +72,7 @@ def test_the_card_tells_what_the_store_holds(tmp_path: Path):
     for domain, parity in (("even", 0), ("odd", 1)):
         said = torch.cat([s.input_ids[s.loss_mask] for s in map(sample, range(parity, 30, 2))])
         shares[domain] = torch.isin(said, ids).double().mean().item()
+    assert 0.2 < shares["even"] < 0.9 and shares["even"] != shares["odd"]
     assert f"(even {100 * shares['even']:.2f}%, odd {100 * shares['odd']:.2f}%)" in card
     weights = load_file(tmp_path / "store" / "d" / "export" / "model.safetensors")
     count = sum(t.numel() for name, t in weights.items() if name not in ("embed_tokens.weight", "d2t", "t2d"))
@@ -84,7 +85,7 @@ def test_the_card_tells_what_the_store_holds(tmp_path: Path):
     assert "has no flag" not in card
     told = [
         "`LlamaForCausalLMEagle3`, 1 layer, hidden size 16",
-        f"32 of {V} tokens",
+        f"12 of {V} tokens",
         "30, 12,345 tokens, 6,789 of them the target's answers",
         "| capture fingerprint | `ff` |",
         "| boundaries | 2, 4, 6 (",
@@ -104,7 +105,7 @@ def test_an_evaluation_comes_into_the_card_and_an_equal_card_is_left_alone(tmp_p
     run, features, _ = trained(tmp_path)
     run.config.target.args["enable_multimodal"] = False
     exported = export_with(run, features, "d", [1, 3, 5])
-    assert "with enable_multimodal set to false, for which SGLang has no flag" in card_of(run)
+    assert "serves with enable_multimodal set to false, for which SGLang has no flag" in card_of(run)
     row = {"conversations": 6, "completion_tokens": 90, "verify_steps": 60, "accept_length": 1.5}
     evaluation = row | {"engine_version": "0.5.23", "by_domain": {"maths": row | {"accept_length": None}}}
     publish_card(run, features, "d", exported, evaluation)

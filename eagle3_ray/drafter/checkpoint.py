@@ -33,6 +33,8 @@ from eagle3_ray.drafter.shape import read_config
 from eagle3_ray.store.filesystem import Filesystem, StoreError
 from eagle3_ray.store.tensors import Tensors
 
+WRITTEN_FOR = "0.5.23"  # the SGLang whose loaders all of this follows
+
 
 def export(folder: Path, drafter: Drafter, layer_ids: list[int], dtype: str, embedding: bool = True) -> None:
     """`layer_ids` are SGLang's names for the boundaries of `aux`, in their order; `dtype` is that of the weights.
