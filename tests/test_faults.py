@@ -272,10 +272,10 @@ FAULTS: dict[str, tuple[str, dict[str, Any], Callable[[dict[str, Tensor]], None]
         as_it_is,
         [
             "hidden_size is 48, the target's hidden_size 32",
-            "fc.weight",
             "fc_norm.0.weight",
             "fc_norm.1.weight",
             "fc_norm.2.weight",
+            "fc.weight",
         ],
     ),
     "no embedding of its own": (

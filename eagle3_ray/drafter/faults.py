@@ -170,8 +170,8 @@ def weight_faults(wanted: Shapes, found: Shapes, config: PreTrainedConfig) -> It
         "fc.weight": f" for {shape.num_aux_hidden_states} layers of {shape.target_hidden_size}",
         "lm_head.weight": f" for a draft_vocab_size of {shape.draft_vocab_size}",
     }
-    for name in sorted(wanted.keys() & found.keys()):
-        if wanted[name] != found[name]:
+    for name in wanted:
+        if name in found and wanted[name] != found[name]:
             hint = hints.get(name, "")
             yield f"{name} is {list(found[name])}; config.json asks for {list(wanted[name])}{hint}, and SGLang stops"
 
