@@ -19,6 +19,7 @@ MLA_SIZES = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_di
 VOCABULARIES = ("tokens", "probability", "start")
 INITIAL_FC = ("top", "average", "random")
 INITIAL_LM_HEAD = ("target", "random")
+EMBEDDINGS = ("target", "none")
 
 
 class ConfigError(ValueError):
@@ -215,6 +216,24 @@ PLACEMENT = {"num_workers", "use_gpu", "cpus_per_worker", "checkpoint_every", "m
 
 
 @dataclass
+class ExportConfig:
+    """The folder that SGLang serves."""
+
+    embedding: str = "target"  # target (a copy in the file) | none (SGLang puts the target's own there anyway)
+
+
+def check_export(settings: ExportConfig, drafter: DrafterConfig, target: dict[str, Any]) -> None:
+    """ConfigError unless SGLang serves a drafter without an embedding, if it shall have none."""
+    if settings.embedding not in EMBEDDINGS:
+        raise ConfigError(f"export.embedding: {settings.embedding!r} is none of {', '.join(EMBEDDINGS)}")
+    if settings.embedding == "none" and drafter.hidden_size not in (None, target["hidden_size"]):
+        raise ConfigError(
+            f"export.embedding: 'none' with drafter.hidden_size={drafter.hidden_size}, of another width than the "
+            f"target's {target['hidden_size']}: SGLang would serve it with an embedding that nobody loaded"
+        )
+
+
+@dataclass
 class EvaluateConfig:
     """The drafter's acceptance, measured in real serving."""
 
@@ -266,6 +285,7 @@ class Config:
     store: StoreConfig
     drafter: DrafterConfig
     train: TrainConfig
+    export: ExportConfig
     evaluate: EvaluateConfig
     verify: VerifyConfig
     features: FeaturesConfig

@@ -1,45 +1,76 @@
-"""A trained drafter as SGLang serves it: the folder `<drafter>/export/`, written whole or not at all."""
+"""A trained drafter as SGLang serves it: the folder `<drafter>/export/`, with its model card, whole or not at all."""
 
 from __future__ import annotations
 
+import math
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import ray
 
+from eagle3_ray.card import publish_card
 from eagle3_ray.config import ConfigError
+from eagle3_ray.drafter.checkpoint import check_folder
+from eagle3_ray.drafter.faults import EMBEDDING
 from eagle3_ray.engines.sglang import ask_layer_ids
 from eagle3_ray.run import Run
 from eagle3_ray.store.commits import Units
+from eagle3_ray.store.filesystem import Filesystem
+from eagle3_ray.store.tensors import Tensors
 from eagle3_ray.train.trainer import export_drafter
+
+
+class ExportError(RuntimeError):
+    """The exported folder is not what SGLang would serve."""
 
 
 def export(run: Run, features: Units, drafter: str) -> dict[str, Any]:
     """Export the drafter trained below the key `drafter`, with the target's own SGLang layer ids. Ray must be running.
 
-    The ids are asked of SGLang where its engines run, not on the driver, which may have no sglang.
+    The ids are asked of SGLang where its engines run, not on the driver, which may have no sglang. ExportError where
+    SGLang would take the folder otherwise than it is meant; then nothing is uploaded.
     """
     done = run.read_json(f"{drafter}/export.json")
-    if done is not None:
+    if done is not None and done.get("embedding") == run.config.export.embedding:
         return done
     if not run.files.exists(f"{drafter}/summary.json"):
         raise ConfigError(f"no finished drafter at {run.files.url(drafter)}; run ray_jobs.train first")
     boundaries = features.description()["boundaries"]
     ask = ray.remote(num_cpus=1, num_gpus=0.01 if run.config.hardware.device == "cuda" else 0)(ask_layer_ids)
-    layer_ids = ray.get(ask.remote(run.config, boundaries))
+    return export_with(run, features, drafter, ray.get(ask.remote(run.config, boundaries)))
+
+
+def export_with(run: Run, features: Units, drafter: str, layer_ids: list[int]) -> dict[str, Any]:
+    """`export`, with the layer ids that mean the features' boundaries."""
     with tempfile.TemporaryDirectory(prefix="eagle3-ray-") as scratch:
         folder = Path(scratch, "export")
         export_drafter(run.config, run.files, drafter, layer_ids, folder, run.config.engine.dtype)
+        faults = check_folder(folder, run.model)
+        if faults:
+            raise ExportError("SGLang would not serve this drafter as it was trained: " + "; ".join(faults))
+        if run.files.exists(f"{drafter}/export.json"):  # of an export with other settings
+            run.files.delete(f"{drafter}/export.json")
         for path in sorted(folder.iterdir()):
             run.files.upload(path, f"{drafter}/export/{path.name}")
-        size = sum(path.stat().st_size for path in folder.iterdir())
-    summary = {
-        "drafter_path": run.files.url(f"{drafter}/export"),
-        "boundaries": boundaries,
-        "layer_ids": layer_ids,
-        "dtype": run.config.engine.dtype,
-        "bytes": size,
-    }
+        summary = {
+            "drafter_path": run.files.url(f"{drafter}/export"),
+            "boundaries": features.description()["boundaries"],
+            "layer_ids": layer_ids,
+            "dtype": run.config.engine.dtype,
+            "embedding": run.config.export.embedding,
+            "parameters": _parameters(folder, run.model["hidden_size"]),
+            "bytes": sum(path.stat().st_size for path in folder.iterdir()),
+        }
+    publish_card(run, features, drafter, summary)
     run.write_json(f"{drafter}/export.json", summary)
     return summary
+
+
+def _parameters(folder: Path, target_hidden_size: int) -> dict[str, Any]:
+    """How many were trained: all but the target's embedding and the vocabulary maps."""
+    tensors = Tensors(Filesystem(str(folder)))
+    shapes = {name: tensors.entry(name).shape for name in tensors.names() if name not in ("d2t", "t2d")}
+    own = EMBEDDING in shapes and shapes[EMBEDDING][1] != target_hidden_size
+    trained = sum(math.prod(shape) for name, shape in shapes.items() if own or name != EMBEDDING)
+    return {"trained": trained, "own_embedding": own}

@@ -11,6 +11,7 @@ row, and with the rows before and after. Dumps of other tools are told by what a
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from torch import Tensor
 from eagle3_ray.alignment import MARGIN, NEAR, relative_errors, shifted
 from eagle3_ray.config import ConfigError
 from eagle3_ray.drafter.target import load_norm
+from eagle3_ray.engines.base import Captured, EngineError
 from eagle3_ray.engines.sglang import SGLangEngine
 from eagle3_ray.run import Run
 
@@ -47,19 +49,11 @@ def identify(run: Run, given: list[Taken], boundaries: list[int]) -> dict[str, A
     `causes` say in words what is not what it is said to be; `found` has of each state its nearest boundary, the shift
     of its rows and the median relative error; of the last hidden state its errors as it is and with the norm applied.
     """
-    layers, hidden = int(run.model["num_hidden_layers"]), run.spec.hidden_size
-    spec = dataclasses.replace(run.spec, boundaries=tuple(range(layers)))
-    room = run.config.hardware.capture_bytes // ((layers + 1) * hidden * 4)
-    given = [one.cut(min(run.config.verify.max_tokens, room)) for one in given]
-    engine = SGLangEngine(run.config, run.folder, spec)
-    try:
-        captured = [engine.capture([one.input_ids.tolist()])[0] for one in given]
-        every = [one.aux.float().unflatten(1, (layers, hidden)) for one in captured]  # [T, L, H] each
-        last = [one.last_hidden.float().clone() for one in captured]  # [T, H] each
-    finally:
-        engine.close()
+    given, names, captured = _captured(run, given)
+    every = [one.aux.float().unflatten(1, (len(names), -1)) for one in captured]  # [T, L, H] each
+    last = [one.last_hidden.float() for one in captured]  # [T, H] each
     found = [
-        nearest([one.states[:, i] for one in given], every, range(layers))  # of [T, H] and [T, L, H]
+        nearest([one.states[:, i] for one in given], every, names)  # of [T, H] and [T, L, H]
         for i in range(len(boundaries))
     ]
     causes = _boundaries(boundaries, found)
@@ -72,12 +66,41 @@ def identify(run: Run, given: list[Taken], boundaries: list[int]) -> dict[str, A
     return {**told, "causes": causes, "verdict": "misaligned" if causes else "aligned", "samples": len(given)}
 
 
-def nearest(given: list[Tensor], every: list[Tensor], names: range) -> dict[str, Any]:
-    """given [T, H] and every [T, L, H] of each sample: the boundary and the shift with the least median error."""
+def _captured(run: Run, given: list[Taken]) -> tuple[list[Taken], list[int], list[Captured]]:
+    """`given`, cut to what there is room for; the boundaries that the engine can capture; and those of each sample.
+
+    Not every class captures boundary 0, which is the embedding, and not every one gives 1 where 0 is left out.
+    """
+    layers, config = int(run.model["num_hidden_layers"]), run.config
+    row = (layers + 1) * run.spec.hidden_size * 4
+    tokens = min(config.verify.max_tokens, config.hardware.capture_bytes // row)
+    given = [one.cut(tokens) for one in given]
+    for first in (1, 0):
+        names = list(range(first, layers))
+        try:
+            engine = SGLangEngine(config, run.folder, dataclasses.replace(run.spec, boundaries=tuple(names)))
+        except EngineError as error:
+            if first == 0 or "cannot be had" not in str(error):
+                raise
+            continue
+        break
+    try:
+        found = []
+        for one in given:  # its rows lie in shared memory: there is room for one sample's
+            (captured,) = engine.capture([one.input_ids.tolist()])
+            found.append(Captured(captured.aux.clone(), captured.last_hidden.clone()))
+            del captured
+        return given, names, found
+    finally:
+        engine.close()
+
+
+def nearest(given: list[Tensor], every: list[Tensor], names: Sequence[int]) -> dict[str, Any]:
+    """given [T, H] and every [T, L, H] of each sample: the boundary, of `names`, and the shift with the least error."""
     best: dict[str, Any] = {"error": float("inf")}
-    for k in names:
+    for i, k in enumerate(names):
         for shift in (-1, 0, 1):
-            errors = [shifted(one[:, None], all_[:, k : k + 1])[shift] for one, all_ in zip(given, every, strict=True)]
+            errors = [shifted(one[:, None], all_[:, i : i + 1])[shift] for one, all_ in zip(given, every, strict=True)]
             error = sum(errors) / len(errors)
             if error < best["error"]:
                 best = {"boundary": k, "shift": shift, "error": error}

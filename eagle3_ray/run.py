@@ -35,6 +35,7 @@ from eagle3_ray.config import (
     ConfigError,
     HardwareConfig,
     check_drafter,
+    check_export,
 )
 from eagle3_ray.store.commits import Units
 from eagle3_ray.store.filesystem import Filesystem, StoreError
@@ -100,6 +101,7 @@ def open_run(config: Config) -> Run:
     model = text_config(target_config(folder))
     spec = capture_spec(config, model)
     check_drafter(config.drafter, model, len(spec.boundaries))
+    check_export(config.export, config.drafter, model)
     vocabulary = int(model_value(model, "vocab_size"))
     if config.drafter.draft_vocab_size > vocabulary:
         raise ConfigError(

@@ -1,5 +1,6 @@
 """Drafter -> its accept length in real SGLang serving."""
 
+from eagle3_ray.card import publish_card
 from eagle3_ray.evaluate import evaluate, heldout
 from eagle3_ray.prepare import prepare
 from eagle3_ray.run import Run
@@ -11,7 +12,8 @@ def main(run: Run) -> None:
     features, _ = run.features(prepare(run, run.config.prompts).fingerprint)
     prompts = heldout(run)
     with cluster(run.config.cluster):
-        summary = evaluate(run, prompts, run.drafter(features))
+        summary = evaluate(run, prompts, drafter := run.drafter(features))
+    publish_card(run, features, drafter, run.read_json(f"{drafter}/export.json") or {}, summary)
     print(f"evaluate: accept length {summary['accept_length']} over {summary['verify_steps']} verify steps")
 
 

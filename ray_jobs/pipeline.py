@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from eagle3_ray.card import publish_card
 from eagle3_ray.config import ConfigError
 from eagle3_ray.evaluate import evaluate, heldout
 from eagle3_ray.export import export
@@ -39,10 +40,11 @@ def main(run: Run) -> None:
         features, _ = extracted(run, corpus)
         drafter = run.drafter(features)
         timed("train", train_drafter, run.config, features, features.description(), drafter)
-        timed("export", export, run, features, drafter)
+        exported = timed("export", export, run, features, drafter)
         watch = watching(run, corpus, features, drafter)
         evaluation = timed("evaluate", evaluate, run, prompts, drafter, watch)
         verification = timed("verify", verify, run, corpus, features, drafter) if run.config.verify.samples else None
+    publish_card(run, features, drafter, exported, evaluation)
     summary = summarise(run, corpus, features, drafter, evaluation, verification, seconds)
     report(run, summary)
     print(f"accept length  {summary['accept_length']}")

@@ -66,6 +66,7 @@ FAULTS = [
     ("drafter.initial_lm_head=zero", "drafter.initial_lm_head"),
     ("train.heldout=-1", "train.heldout"),
     ("target.weights=/no/such/folder", "target.weights"),
+    ("export.embedding=mine", "export.embedding: 'mine'"),
     ("+engine.args.pp_size=2", "pp_size"),
     ("+engine.args.enable_two_batch_overlap=true", "enable_two_batch_overlap"),
 ]

@@ -338,6 +338,19 @@ def test_sglang_finds_a_place_for_every_exported_tensor(name: str, tmp_path: Pat
         assert torch.equal(fused, torch.cat(halves))
 
 
+def test_sglang_puts_the_target_s_embedding_in_place_of_any(monkeypatch: pytest.MonkeyPatch):
+    """By the method of its own class that its EAGLE-3 worker calls once the drafter is loaded."""
+    llama = pytest.importorskip("sglang.srt.models.llama")
+    monkeypatch.setattr(llama, "current_platform", SimpleNamespace(empty_cache=lambda: None, synchronize=lambda: None))
+    for width, replaced in ((32, True), (48, False)):
+        table = torch.nn.Embedding(VOCAB, width)
+        config = SimpleNamespace(hidden_size=width, target_hidden_size=32)
+        model = SimpleNamespace(config=config, model=SimpleNamespace(embed_tokens=table))
+        before, theirs = table.weight, torch.nn.Parameter(torch.randn(VOCAB, 32))
+        llama.LlamaForCausalLM.set_embed(model, theirs)
+        assert table.weight is (theirs if replaced else before)
+
+
 # ---------------------------------------------------------------- RoPE in SGLang
 
 

@@ -27,6 +27,7 @@ from eagle3_ray.config import (
     DrafterConfig,
     EngineConfig,
     EvaluateConfig,
+    ExportConfig,
     HardwareConfig,
     PromptsConfig,
     SamplingConfig,
@@ -435,6 +436,7 @@ def stage(root: Path, make: Callable[[int], Features] = sample, **changes: Any) 
         store=StoreConfig(root=str(root / "store")),
         drafter=DrafterConfig(draft_vocab_size=32),
         train=settings(**changes),
+        export=ExportConfig(),
         evaluate=EvaluateConfig(source="none"),
         cluster=ClusterConfig(),
     )

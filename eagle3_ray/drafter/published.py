@@ -23,6 +23,7 @@ from transformers import LlamaConfig, PreTrainedConfig
 from eagle3_ray.config import ConfigError, DrafterConfig
 from eagle3_ray.drafter.model import Drafter
 from eagle3_ray.drafter.shape import MLA, ROPE_KEYS, drafter_config
+from eagle3_ray.drafter.vocabulary import names_tokens
 from eagle3_ray.store.filesystem import Filesystem, StoreError
 from eagle3_ray.store.tensors import Tensors
 
@@ -130,7 +131,7 @@ class Published:
             bare = re.sub(PREFIX, "", theirs)
             if re.fullmatch(PASSED_OVER, bare):
                 continue
-            ours = _ours(bare, wanted)
+            ours = our_name(bare, wanted)
             if ours is None or ours in places:
                 raise self._error(f"its tensor {theirs} has no place in a drafter of these settings")
             found = self._tensors.entry(theirs).shape
@@ -152,16 +153,13 @@ class Published:
             return torch.arange(size)
         d2t = d2t.long()  # [Vd]
         for ids in (d2t + torch.arange(size), d2t):
-            seen = torch.zeros(self.vocab_size, dtype=torch.bool)  # [V]
-            if ids.min() >= 0 and ids.max() < self.vocab_size:
-                seen[ids] = True
-                if seen.sum() == size and (t2d is None or torch.equal(seen, t2d.bool())):
-                    return ids
+            if names_tokens(ids, self.vocab_size, t2d):
+                return ids
         raise self._error("its d2t names neither by offset nor by id as many different tokens as t2d does")
 
 
-def _ours(bare: str, wanted: dict[str, Any]) -> str | None:
-    """Our name for a tensor, or None."""
+def our_name(bare: str, wanted: dict[str, Any]) -> str | None:
+    """Our name for a tensor, one of `wanted`, or None."""
     for old, new in {**RENAMED, "layers.0.": "midlayer.", "midlayer.": "layers.0."}.items():
         if bare not in wanted and bare.startswith(old):
             bare = new + bare.removeprefix(old)

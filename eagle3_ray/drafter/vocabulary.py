@@ -72,6 +72,14 @@ def coverage(counts: Tensor, draft_ids: Tensor) -> float:
     return (counts[draft_ids].sum() / counts.sum().clamp(min=1)).item()
 
 
+def names_tokens(ids: Tensor, vocab_size: int, t2d: Tensor | None) -> bool:
+    """Whether `ids` [Vd] are different tokens of the target, and, where there is a t2d [V], those that it marks."""
+    if ids.min() < 0 or ids.max() >= vocab_size:
+        return False
+    seen = torch.zeros(vocab_size, dtype=torch.bool).index_fill(0, ids, True)  # [V]
+    return int(seen.sum()) == len(ids) and (t2d is None or torch.equal(seen, t2d.bool()))
+
+
 def end_tokens(folder: Path) -> list[int]:
     """The ids that end an answer, of the target's config.json and generation_config.json."""
     configs = [target_config(folder)]

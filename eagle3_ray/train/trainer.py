@@ -94,16 +94,20 @@ def train_drafter(config: Config, features: Units, description: dict[str, Any], 
 def export_drafter(
     config: Config, files: Filesystem, prefix: str, layer_ids: list[int], folder: Path, dtype: str
 ) -> None:
-    """Write the trained drafter to a local folder as SGLang loads it; `layer_ids` name its boundaries, in order."""
+    """Write the trained drafter to a local folder as SGLang loads it; `layer_ids` name its boundaries, in order.
+
+    With export.embedding=none the target's embedding is left out.
+    """
     weights = _tensors(files, f"{prefix}/weights/model.safetensors")
     drafter_json = json.loads(files.read(f"{prefix}/weights/config.json"))
     draft_ids = weights["d2t"] + torch.arange(len(weights["d2t"]))
     drafter = Drafter(read_config(drafter_json), draft_ids)
-    if not drafter.own_embedding:
+    with_embedding = config.export.embedding == "target"
+    if with_embedding and not drafter.own_embedding:
         pieces = load_pieces(config.target, getattr(torch, dtype), config.store.storage_options)
         weights["embed_tokens.weight"] = pieces.embedding
-    drafter.load_state_dict(weights)
-    export(folder, drafter, layer_ids, dtype)
+    drafter.load_state_dict(weights, strict=with_embedding)
+    export(folder, drafter, layer_ids, dtype, with_embedding)
 
 
 # ---------------------------------------------------------------- the driver

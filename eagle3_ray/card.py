@@ -1,0 +1,106 @@
+"""The model card, README.md of an exported drafter: what it is for, what was measured, what it was made from, how to
+serve it. Every figure is one that the store holds; what was not measured is said to be so.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from eagle3_ray.capture import deciding_args, engine_version
+from eagle3_ray.drafter.checkpoint import WRITTEN_FOR
+from eagle3_ray.run import Run
+from eagle3_ray.secrets import is_secret, masked
+from eagle3_ray.store.commits import Units
+
+HERE = "."  # the card's own folder, wherever it is copied to
+
+
+def publish_card(
+    run: Run, features: Units, drafter: str, exported: dict[str, Any], evaluation: dict[str, Any] | None = None
+) -> None:
+    """Write the card of the drafter at the key `drafter`, unless it is there word for word.
+
+    `exported` is its export.json; `evaluation` a summary of `evaluate`, where there is one.
+    """
+    key, text = f"{drafter}/export/README.md", model_card(run, features, drafter, exported, evaluation).encode()
+    if not run.files.exists(key) or run.files.read(key) != text:
+        run.files.write(key, text)
+
+
+def model_card(
+    run: Run, features: Units, drafter: str, exported: dict[str, Any], evaluation: dict[str, Any] | None = None
+) -> str:
+    """The card's text, in Markdown."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent), undefined=jinja2.StrictUndefined, trim_blocks=True
+    )
+    return environment.get_template("card.md.jinja").render(
+        target=_place(run.config.target.path),
+        revision=run.config.target.revision,
+        config=json.loads(run.files.read(f"{drafter}/export/config.json")),
+        exported=exported,
+        training=json.loads(run.files.read(f"{drafter}/summary.json")),
+        extraction=run.read_json(f"{features.folder}/summary.json") or {},
+        fingerprint=features.folder.rpartition("/")[2],
+        description=features.description(),
+        source=_place(masked(run.config.prompts.source)),
+        version=engine_version(run.config) if run.config.engine.name == "sglang" else WRITTEN_FOR,
+        command=launch_command(run),
+        turned_off=[
+            name for name, value in deciding_args(run.config, "serve")["engine_args"].items() if value is False
+        ],
+        evaluate=run.config.evaluate,
+        evaluation=evaluation,
+    )
+
+
+def launch_command(run: Run) -> str:
+    """What serves the drafter, run in its folder: SGLang's flags for the target, the settings that change numbers, and
+    speculation as ray_jobs.evaluate does it. No value whose name says that it is a secret, and no local folder."""
+    config = run.config
+    decides = deciding_args(config, "serve")
+    env = decides["engine_env"] | ({"SGLANG_USE_CPU_ENGINE": "1"} if config.hardware.device == "cpu" else {})
+    flags = {
+        "model_path": config.target.path,
+        "revision": config.target.revision,
+        "trust_remote_code": config.target.trust_remote_code,
+        "dtype": config.evaluate.dtype or config.engine.dtype,
+        **decides["engine_args"],
+        "speculative_algorithm": "EAGLE3",
+        "speculative_draft_model_path": HERE,
+        "speculative_num_steps": config.evaluate.num_steps,
+        "speculative_eagle_topk": config.evaluate.topk,
+        "speculative_num_draft_tokens": config.evaluate.num_draft_tokens,
+    }
+    words = [f"{name}={_word(value)}" for name, value in env.items() if not is_secret(name)]
+    words += ["python -m sglang.launch_server"]
+    words += [flag for name, value in flags.items() if not is_secret(name) for flag in _flag(name, value)]
+    return " \\\n    ".join(words)
+
+
+def _flag(name: str, value: Any) -> list[str]:
+    """One of ServerArgs as the command line has it: a bool that is true by its name alone, a list by its elements.
+
+    What is false has no flag; the card says so, since SGLang may choose for itself where nothing is said.
+    """
+    if value is None or value is False:
+        return []
+    name = "--" + name.replace("_", "-")
+    if value is True:
+        return [name]
+    return [f"{name} {' '.join(map(_word, value)) if isinstance(value, list) else _word(value)}"]
+
+
+def _word(value: Any) -> str:
+    return shlex.quote(json.dumps(value) if isinstance(value, dict) else _place(str(masked(value))))
+
+
+def _place(path: str) -> str:
+    """A hub name or s3:// URL as it is; of a folder of this machine its last part alone."""
+    local = path.startswith(("/", "~", "."))
+    return Path(path).name if local and path != HERE else path
