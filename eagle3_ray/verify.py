@@ -24,6 +24,7 @@ from eagle3_ray.alignment import UNKNOWN, judge, matrix, relative_errors, shifte
 from eagle3_ray.capture import deciding_args, engine_version, fingerprint
 from eagle3_ray.config import Config, ConfigError, SamplingConfig
 from eagle3_ray.conversations import join
+from eagle3_ray.drafter.checkpoint import check_folder
 from eagle3_ray.drafter.model import Drafter
 from eagle3_ray.drafter.target import TargetPieces, load_pieces
 from eagle3_ray.drafter.trained import chain, folder_faults, in_force_faults, read_trained
@@ -159,7 +160,8 @@ def measure(
         "target_dtype": description["engine_dtype"],
         "drafter_dtype": description["engine_dtype"],
         "settings": differing(run.config, description),
-        "drafter_faults": folder_faults(trained, folder, description["engine_dtype"]),
+        "drafter_faults": folder_faults(trained, folder, description["engine_dtype"])
+        or check_folder(folder, run.model),
         "in_force_faults": in_force_faults(tensors, trained, pieces),
         "sample_faults": sample_faults(corpus, samples),
         "wrong_inputs": sum(

@@ -150,3 +150,19 @@ def test_other_targets_are_verified_too(tiny_case: Case, tmp_path: Path) -> None
         code, summary = tiny_case.verify(tiny_case.damaged(fault, tmp_path / str(number)))
         assert code == 1
         assert any(words in cause for cause in summary["causes"]), (fault, summary["causes"])
+
+
+@pytest.mark.engine
+@pytest.mark.full
+@pytest.mark.parametrize("layout", ["specforge", "speculators"])
+def test_what_another_tool_took_is_told(layout: str, smollm2_case: Case, tmp_path: Path) -> None:
+    dump = [f"store.root={smollm2_case.home}", "action=export", f"to={tmp_path / 'dump'}", f"layout={layout}"]
+    dump += [f"target_path={smollm2_case.target}"]
+    written = command("store", *dump, home=tmp_path)
+    assert written.returncode == 0, written.stderr[-2000:]
+    given = [*smollm2_case.settings, f"features.path={tmp_path / 'dump'}", "verify.samples=3"]
+    right = command("verify", *given, home=tmp_path / "home")
+    assert (right.returncode, "verify: aligned" in right.stdout) == (0, True), right.stdout + right.stderr[-2000:]
+    wrong = command("verify", *given, "capture.boundaries=[3,16,28]", home=tmp_path / "home")
+    assert wrong.returncode == 1
+    assert "the features' boundaries are off by one: 2 lies where 3 is said to, 15 lies where 16" in wrong.stdout
