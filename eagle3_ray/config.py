@@ -225,7 +225,7 @@ class EvaluateConfig:
     limit: int | None = None
     max_new_tokens: int = 512
     temperature: float = 0.0  # above 0 answers with and without speculation are not compared
-    chat_template_kwargs: dict[str, Any] | None = None  # None: the target's; e.g. {thinking: false}
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)  # over the target's, e.g. {thinking: false}
     num_steps: int = 3
     topk: int = 1
     num_draft_tokens: int = 4

@@ -48,10 +48,8 @@ def heldout(run: Run) -> Corpus:
         unit_size=config.prompts.unit_size,
         max_bad_share=config.prompts.max_bad_share,
     )
-    if settings.chat_template_kwargs is not None:
-        run = dataclasses.replace(
-            run, target=run.target | {"chat_template_kwargs": dict(settings.chat_template_kwargs)}
-        )
+    kwargs = {**run.target["chat_template_kwargs"], **settings.chat_template_kwargs}
+    run = dataclasses.replace(run, target=run.target | {"chat_template_kwargs": kwargs})
     try:
         return prepare(run, source)
     except ConfigError as error:
@@ -98,7 +96,7 @@ def evaluate(run: Run, corpus: Corpus, drafter: str) -> dict[str, Any]:
     summary = {
         **{name: value for name, value in description.items() if name != "exported"},
         "source": config.evaluate.source,
-        "chat_template_kwargs": config.evaluate.chat_template_kwargs,
+        "chat_template_kwargs": {**run.target["chat_template_kwargs"], **config.evaluate.chat_template_kwargs},
         **summarised(run, drafter, dict(zip(chosen, results, strict=False)), plain),
         "seconds": round(time.monotonic() - start, 1),
     }

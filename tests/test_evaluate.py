@@ -282,9 +282,9 @@ def test_thinking_can_be_switched_for_the_evaluation_alone(smollm2: Path, tmp_pa
         corpus = heldout(open_run(compose(*settings, *overrides)))
         return corpus.read(corpus.units[0])[0].segments[0]
 
-    thinking, without = prompt(), prompt("evaluate.chat_template_kwargs={thinking: false}")
+    thinking, without = prompt(), prompt("+evaluate.chat_template_kwargs.thinking=false")
     assert thinking[: len(without)] == without and len(thinking) > len(without)
-    assert prompt("evaluate.chat_template_kwargs={}") == without  # not the target's added
+    assert prompt("+evaluate.chat_template_kwargs.other=1") == thinking  # the target's own stay
 
 
 # ---------------------------------------------------------------- on real SGLang
