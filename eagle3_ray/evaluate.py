@@ -31,8 +31,8 @@ from eagle3_ray.run import Run
 from eagle3_ray.store.shards import Features, target_rows
 from eagle3_ray.train.simulate import simulate, totals
 
-SETTINGS = ("max_new_tokens", "temperature", "num_steps", "topk", "num_draft_tokens", "sweep", "batch_size", "baseline")
-SETTINGS += ("simulate",)
+SETTINGS = ["max_new_tokens", "temperature", "num_steps", "topk", "num_draft_tokens", "sweep", "batch_size", "baseline"]
+SETTINGS += ["simulate"]
 
 
 def heldout(run: Run) -> Corpus:
@@ -149,7 +149,12 @@ def summarised(
 def _figures(run: Run, drafting: Drafting, served: dict[str, Any], plain: dict[str, Any] | None) -> dict[str, Any]:
     """Acceptance, agreement and speed of one engine that drafted, against the one that did not."""
     compared = plain if run.config.evaluate.temperature == 0 else None
-    unknown = {"greedy_identical": None, "identical_share": None, "first_divergence": None, "different_answers": []}
+    unknown: dict[str, Any] = {
+        "greedy_identical": None,
+        "identical_share": None,
+        "first_divergence": None,
+        "different_answers": [],
+    }
     return {
         **measure(served["answers"], drafting.num_steps),
         **(agreement(served["answers"], compared["answers"]) if compared else unknown),
