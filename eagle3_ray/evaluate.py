@@ -234,6 +234,7 @@ def serve(run: Run, corpus: Corpus, drafter: str, drafting: Drafting | None) -> 
             seconds = time.monotonic() - start
             rows = [row for row in results if not isinstance(row, RequestError)]
             folder = local_folder(run, f"{drafter}/export", Path(scratch)) if walking else None
+            torch.set_num_threads(config.hardware.cpus_per_actor)  # for the walk; Ray's OMP_NUM_THREADS may say less
             return {
                 "engine": engine.info,
                 "answers": rows,
