@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 DTYPES = ("float32", "bfloat16")
 STORED_DTYPES = (*DTYPES, "float8_e4m3")
@@ -46,6 +46,7 @@ class PromptsConfig:
 
     source: str  # *.jsonl[.gz] | *.parquet, local or s3://, globs allowed; anything else is a `datasets` name
     split: str = "train"  # for a `datasets` name
+    subset: str | None = None  # its configuration, where a `datasets` name has several
     limit: int | None = None  # the first N records
     max_prompt_tokens: int = 2048  # a longer first prompt is a bad record
     unit_size: int = 512  # prompts a response unit
@@ -238,14 +239,60 @@ class EvaluateConfig:
     """The drafter's acceptance, measured in real serving."""
 
     source: str  # held-out prompts, as prompts.source
+    split: str = "test"  # for a `datasets` name
+    subset: str | None = None  # as prompts.subset
     limit: int | None = None
     max_new_tokens: int = 512
+    temperature: float = 0.0  # above 0 answers with and without speculation are not compared
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)  # over the target's, e.g. {thinking: false}
     num_steps: int = 3
     topk: int = 1
     num_draft_tokens: int = 4
+    sweep: list[list[int]] = field(default_factory=list)  # further [num_steps, topk, num_draft_tokens], each served too
     batch_size: int = 8  # requests kept in the engine at a time
     dtype: str | None = None  # None serves in engine.dtype
     baseline: bool = True  # also answer without speculation, and compare
+    simulate: bool = False  # the engine without speculation also captures, and the drafter is walked over its answers
+
+
+class Drafting(NamedTuple):
+    """How a served drafter drafts: a chain (topk 1), or a tree of which the likeliest drafts are verified."""
+
+    num_steps: int
+    topk: int
+    num_draft_tokens: int  # that a verify step looks at, the last accepted one included
+
+
+def draftings(settings: EvaluateConfig) -> list[Drafting]:
+    """What is served: the settings' own drafting first, then those of the sweep, each once.
+
+    ConfigError names one that cannot work.
+    """
+    given = {"evaluate": [settings.num_steps, settings.topk, settings.num_draft_tokens]}
+    given |= {f"evaluate.sweep {values}": values for values in settings.sweep}
+    for name, values in given.items():
+        if len(values) != 3:
+            raise ConfigError(f"{name}: not [num_steps, topk, num_draft_tokens]")
+        for field_name, value, least in zip(Drafting._fields, values, (1, 1, 2), strict=True):
+            if value < least:
+                raise ConfigError(f"{name}.{field_name}: {value} is less than {least}")
+        steps, topk, tokens = values
+        if topk == 1 and tokens != steps + 1:
+            raise ConfigError(
+                f"{name}.num_draft_tokens: a chain (topk 1) of {steps} steps verifies {steps + 1} tokens, not {tokens}"
+            )
+        if tokens <= steps:
+            raise ConfigError(
+                f"{name}.num_draft_tokens: {tokens}, the first of them no draft, so that {steps} steps can never all "
+                f"be accepted"
+            )
+        drafts = topk + (steps - 1) * topk**2  # SGLang keeps topk paths, and tries topk tokens behind each
+        if tokens > drafts + 1:
+            raise ConfigError(
+                f"{name}.num_draft_tokens: {tokens}, but {steps} steps of topk {topk} draft {drafts} tokens, to verify "
+                f"with the one before them"
+            )
+    return list(dict.fromkeys(Drafting(*values) for values in given.values()))
 
 
 @dataclass

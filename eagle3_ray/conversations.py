@@ -23,6 +23,8 @@ import fsspec
 from eagle3_ray.config import ConfigError, PromptsConfig
 
 ANSWER = "\ue000answer\ue000"  # stands where the template puts an answer; private-use characters, in no real text
+SPOKEN = ("messages", "conversations", "prompt", "turns", "question", "problem")  # the first that is there counts
+NAMES, DOMAINS = ("id", "question_id", "task_id"), ("domain", "category", "subject")
 ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 
 
@@ -50,7 +52,7 @@ def read_records(prompts: PromptsConfig, storage_options: dict[str, Any] | None 
     if file and not os.path.isdir(os.path.expanduser(source)):
         records = _read_files(source, storage_options or {})
     else:
-        records = _read_dataset(source, prompts.split)
+        records = _read_dataset(source, prompts.subset, prompts.split)
     for record in records:
         if prompts.limit is not None and count >= prompts.limit:
             break
@@ -87,26 +89,33 @@ def _read_files(source: str, storage_options: dict[str, Any]) -> Iterator[dict[s
                         yield {"error": f"{os.path.basename(name)} line {number} is not JSON: {error}"}
 
 
-def _read_dataset(name: str, split: str) -> Iterator[dict[str, Any]]:
+def _read_dataset(name: str, subset: str | None, split: str) -> Iterator[dict[str, Any]]:
     import datasets
 
     try:
-        yield from datasets.load_dataset(os.path.expanduser(name), split=split, streaming=True)
+        yield from datasets.load_dataset(os.path.expanduser(name), subset, split=split, streaming=True)
     except (FileNotFoundError, ValueError, ConnectionError) as error:
         raise ConfigError(f"prompts.source: neither a file nor a readable data set: {name!r}: {error}") from None
 
 
 def parse(record: Any) -> Conversation:
-    """One raw record (OpenAI `messages`, ShareGPT `conversations`, or a `prompt`) as a conversation, or BadRecord."""
+    """One raw record as a conversation, or BadRecord.
+
+    A record has OpenAI's `messages`, ShareGPT's `conversations`, a `prompt`, or, as benchmarks have it, a `prompt` or
+    `turns` of several user turns (MT-Bench), a `question` (GSM8K) or a `problem` (MATH).
+    """
     if not isinstance(record, dict):
         raise BadRecord(f"a record must be an object, not {type(record).__name__}")
     if record.get("error"):
         raise BadRecord(str(record["error"]))
-    turns = record.get("messages") or record.get("conversations") or record.get("prompt")
+    said = next((name for name in SPOKEN if record.get(name)), "")
+    turns = record.get(said)
     if isinstance(turns, str):
         turns = [{"role": "user", "content": turns}]
-    if not isinstance(turns, list) or not turns:
-        raise BadRecord("no messages, conversations or prompt")
+    if not isinstance(turns, list):
+        raise BadRecord(f"no {', '.join(SPOKEN[:-1])} or {SPOKEN[-1]}")
+    if said not in ("messages", "conversations"):  # where a mere string has no speaker
+        turns = [{"role": "user", "content": turn} if isinstance(turn, str) else turn for turn in turns]
     messages: list[tuple[str, str]] = []
     for turn in turns:
         role, text = _role_and_text(turn)
@@ -117,7 +126,9 @@ def parse(record: Any) -> Conversation:
     if not any(role == "user" for role, _ in messages):
         raise BadRecord("no user message")
     digest = hashlib.sha256(json.dumps(messages).encode()).hexdigest()[:16]
-    return Conversation(str(record.get("id") or digest), str(record.get("domain") or "none"), tuple(messages))
+    name = next((record[key] for key in NAMES if record.get(key)), digest)
+    domain = next((record[key] for key in DOMAINS if record.get(key)), "none")
+    return Conversation(str(name), str(domain), tuple(messages))
 
 
 def _role_and_text(turn: Any) -> tuple[str, str]:

@@ -1,43 +1,55 @@
-"""The drafter's accept length, measured in real SGLang serving on held-out prompts.
+"""The drafter's acceptance, measured in real SGLang serving on held-out prompts.
 
-Accept length is SGLang's: completion tokens / verify steps, the bonus token counted. Beside it the same prompts are
-answered by the target alone: under greedy decoding in fp32 every answer must be the same, token by token.
+The same prompts are answered by the target alone: under greedy decoding in fp32 every answer must be the same, token by
+token. Beside what was served stands what a walk says without serving (`train/simulate.py`): over training's held-out
+samples, and, with evaluate.simulate, over the very answers of the target alone. `acceptance.py` has the arithmetic.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import ray
+import torch
 
+from eagle3_ray.acceptance import SPEED, agreement, measure
 from eagle3_ray.capture import deciding_args, engine_version, fingerprint
-from eagle3_ray.config import ConfigError, PromptsConfig, SamplingConfig
-from eagle3_ray.engines.base import Answered, RequestError, answer, each
+from eagle3_ray.config import ConfigError, Drafting, PromptsConfig, SamplingConfig, draftings
+from eagle3_ray.drafter.checkpoint import load
+from eagle3_ray.drafter.target import load_pieces
+from eagle3_ray.engines.base import Answered, RequestError, TargetEngine, answer, each
 from eagle3_ray.engines.sglang import SGLangEngine, context_length
 from eagle3_ray.engines.sglang_nodes import actor_options
 from eagle3_ray.prepare import Corpus, Prompt, prepare
 from eagle3_ray.progress import Progress
 from eagle3_ray.run import Run
+from eagle3_ray.serving import serving
+from eagle3_ray.store.shards import Features, target_rows
+from eagle3_ray.train.simulate import simulate, totals
 
-SETTINGS = ("max_new_tokens", "num_steps", "topk", "num_draft_tokens", "batch_size", "baseline")
+SETTINGS = ["max_new_tokens", "temperature", "num_steps", "topk", "num_draft_tokens", "sweep", "batch_size", "baseline"]
+SETTINGS += ["simulate"]
 
 
 def heldout(run: Run) -> Corpus:
     """The held-out prompts, prepared as the corpus is."""
     config = run.config
+    settings = config.evaluate
     source = PromptsConfig(
-        source=config.evaluate.source,
-        limit=config.evaluate.limit,
+        source=settings.source,
+        split=settings.split,
+        subset=settings.subset,
+        limit=settings.limit,
         max_prompt_tokens=config.prompts.max_prompt_tokens,
         unit_size=config.prompts.unit_size,
         max_bad_share=config.prompts.max_bad_share,
     )
+    kwargs = {**run.target["chat_template_kwargs"], **settings.chat_template_kwargs}
+    run = dataclasses.replace(run, target=run.target | {"chat_template_kwargs": kwargs})
     try:
         return prepare(run, source)
     except ConfigError as error:
@@ -49,8 +61,8 @@ def evaluate(
 ) -> dict[str, Any]:
     """Serve the exported drafter at `<drafter>/export/` on `corpus`; the summary is kept beside the drafter.
 
-    `watch` is called with the serving engine and the folder it serves, before the first answer. Ray must
-    be running: each engine takes the place of one of hardware's actors. ConfigError unless engine.name is sglang, since
+    `watch` is called with the first engine that drafts and the folder it serves, before the first answer. Ray must be
+    running: each engine takes the place of one of hardware's actors. ConfigError unless engine.name is sglang, since
     nothing else serves the drafter.
     """
     config = run.config
@@ -76,29 +88,21 @@ def evaluate(
     hardware = config.hardware
     takes = {"num_cpus": hardware.cpus_per_actor, "num_gpus": hardware.gpus_per_actor, **actor_options(hardware)}
     served = ray.remote(**takes, max_retries=1)(serve)
-    answers = [served.remote(run, corpus, drafter, watch)]
+    chosen = draftings(config.evaluate)
+    watches = [watch, *[None] * (len(chosen) - 1)]
+    answers = [served.remote(run, corpus, drafter, *pair) for pair in zip(chosen, watches, strict=True)]
     if config.evaluate.baseline:
-        answers.append(served.remote(run, corpus, None))  # at the same time, where there is room for two engines
-    speculating, plain = (*ray.get(answers), None)[:2]
-    for served_engine in (speculating, plain or speculating):
+        answers.append(served.remote(run, corpus, drafter, None))  # at the same time, where there is room for engines
+    results = ray.get(answers)
+    for served_engine in results:
         _check_refused(run, served_engine["refused"], len(served_engine["answers"]))
-    steps = config.evaluate.num_steps
+    plain = results[-1] if config.evaluate.baseline else None
     summary = {
         **{name: value for name, value in description.items() if name != "exported"},
-        **measure(speculating["answers"], steps),
-        "greedy_identical": None if plain is None else not different(speculating["answers"], plain["answers"]),
-        "different_answers": different(speculating["answers"], plain["answers"]) if plain else [],
-        "refused": speculating["refused"],
-        "by_domain": {
-            domain: measure([row for row in speculating["answers"] if row["domain"] == domain], steps)
-            for domain in sorted({row["domain"] for row in speculating["answers"]})
-        },
-        "engine": speculating["engine"],
+        "source": config.evaluate.source,
+        "chat_template_kwargs": {**run.target["chat_template_kwargs"], **config.evaluate.chat_template_kwargs},
+        **summarised(run, drafter, dict(zip(chosen, results, strict=False)), plain),
         "seconds": round(time.monotonic() - start, 1),
-        "answers": [
-            {name: row[name] for name in ("id", "domain", "completion_tokens", "verify_steps")}
-            for row in speculating["answers"]
-        ],
     }
     run.write_json(key, summary)
     return summary
@@ -116,42 +120,105 @@ def _check_refused(run: Run, refused: list[dict[str, str]], answered: int) -> No
         )
 
 
-@contextlib.contextmanager
-def serving(run: Run, drafter: str | None, watched: bool) -> Iterator[tuple[SGLangEngine, Path]]:
-    """An engine as it will serve, with the drafter or (None) without, and the local folder that it serves."""
-    config = run.config
-    settings = config.evaluate
-    config = dataclasses.replace(
-        config, engine=dataclasses.replace(config.engine, dtype=settings.dtype or config.engine.dtype)
-    )
-    args: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory(prefix="eagle3-ray-") as scratch:
-        folder = Path(scratch)
-        if drafter is not None:
-            folder = local_folder(run, f"{drafter}/export", folder)
-            args |= {
-                "speculative_algorithm": "EAGLE3",
-                "speculative_draft_model_path": str(folder),
-                "speculative_num_steps": settings.num_steps,
-                "speculative_eagle_topk": settings.topk,
-                "speculative_num_draft_tokens": settings.num_draft_tokens,
-            }
-        engine = SGLangEngine(config, run.folder, None, args, watched)
-        try:
-            yield engine, folder
-        finally:
-            engine.close()
+# ---------------------------------------------------------------- the figures
+
+
+def summarised(
+    run: Run, drafter: str, served: dict[Drafting, dict[str, Any]], plain: dict[str, Any] | None
+) -> dict[str, Any]:
+    """What `serve` brought, as figures: those of the first drafting in full, of all of them as a table."""
+    drafting, speculating = next(iter(served.items()))
+    rows = speculating["answers"]
+    by_drafting = [{**one._asdict(), **_figures(run, one, given, plain)} for one, given in served.items()]
+    by = "accept_length" if run.config.hardware.device == "cpu" else "output_tokens_per_s"
+    best = max(by_drafting, key=lambda row: row[by] or 0)
+    in_table = [*Drafting._fields, "accept_length", "accept_length_ci95", "tokens_per_verify_step", *SPEED]
+    return {
+        **_figures(run, drafting, speculating, plain),
+        "refused": speculating["refused"],
+        "by_domain": {
+            domain: measure([row for row in rows if row["domain"] == domain], drafting.num_steps)
+            for domain in sorted({row["domain"] for row in rows})
+        },
+        "by_drafting": [{name: row[name] for name in [*in_table, "identical_share"]} for row in by_drafting],
+        "best_drafting": {name: best[name] for name in Drafting._fields} | {"by": by},
+        "simulated": _simulated(run, drafter, drafting, speculating, plain),
+        "engine": speculating["engine"],
+        "answers": [
+            {name: row[name] for name in ("id", "domain", "completion_tokens", "verify_steps")} for row in rows
+        ],
+    }
+
+
+def _figures(run: Run, drafting: Drafting, served: dict[str, Any], plain: dict[str, Any] | None) -> dict[str, Any]:
+    """Acceptance, agreement and speed of one engine that drafted, against the one that did not."""
+    compared = plain if run.config.evaluate.temperature == 0 else None
+    unknown: dict[str, Any] = {
+        "greedy_identical": None,
+        "identical_share": None,
+        "first_divergence": None,
+        "different_answers": [],
+    }
+    return {
+        **measure(served["answers"], drafting.num_steps),
+        **(agreement(served["answers"], compared["answers"]) if compared else unknown),
+        **_speed(run, served, plain),
+    }
+
+
+def _speed(run: Run, served: dict[str, Any], plain: dict[str, Any] | None) -> dict[str, Any]:
+    """Output tokens a second over the time from the first request to the last answer.
+
+    None on a CPU, where they mean nothing, and None of an engine that also captures, which slows it down.
+    """
+
+    def rate(of: dict[str, Any] | None) -> float | None:
+        if of is None or run.config.hardware.device == "cpu":
+            return None
+        return round(sum(row["completion_tokens"] for row in of["answers"]) / of["seconds"], 1)
+
+    fast, slow = rate(served), rate(None if run.config.evaluate.simulate else plain)
+    return dict(zip(SPEED, (fast, slow, round(fast / slow, 3) if fast and slow else None), strict=True))
+
+
+def _simulated(
+    run: Run, drafter: str, drafting: Drafting, served: dict[str, Any], plain: dict[str, Any] | None
+) -> dict[str, Any]:
+    """Walked accept lengths, and how much more was served.
+
+    `heldout` is training's, of other prompts and of its own number of drafts a verify step: None where that is not the
+    served one. `answers` is of the very conversations that were served.
+    """
+    trained = (run.read_json(f"{drafter}/summary.json") or {}).get("heldout") or {}
+    comparable = drafting.topk == 1 and trained.get("draft_steps") == drafting.num_steps and trained["samples"]
+    walked = {"heldout": trained["after"] if comparable else None, "answers": plain and plain["walked"]}
+    tokens = sum(row["completion_tokens"] for row in served["answers"])
+    length = tokens / max(1, sum(row["verify_steps"] for row in served["answers"]))
+    return {
+        name: found and {**found, "served_minus_simulated": round(length - found["accept_length"], 4)}
+        for name, found in walked.items()
+    }
+
+
+# ---------------------------------------------------------------- an engine's part
 
 
 def serve(
-    run: Run, corpus: Corpus, drafter: str | None, watch: Callable[[SGLangEngine, Path], Any] | None = None
+    run: Run,
+    corpus: Corpus,
+    drafter: str,
+    drafting: Drafting | None,
+    watch: Callable[[SGLangEngine, Path], Any] | None = None,
 ) -> dict[str, Any]:
-    """One engine's greedy answers to the whole corpus, with the drafter or (None) without. Runs as a Ray task."""
+    """One engine's answers to the whole corpus, with the drafter or (None) without. Runs as a Ray task."""
     config = run.config
     settings = config.evaluate
-    sampling = SamplingConfig(max_new_tokens=settings.max_new_tokens)
-    room = context_length(config, run.folder) - settings.num_draft_tokens  # of both engines, to answer the same
-    with serving(run, drafter, watched=watch is not None) as (engine, folder):
+    walking = drafting is None and settings.simulate
+    sampling = SamplingConfig(max_new_tokens=settings.max_new_tokens, temperature=settings.temperature)
+    most = max(one.num_draft_tokens for one in draftings(settings))
+    room = context_length(config, run.folder) - most  # of all engines, to answer the same
+    spec, watched = run.spec if walking else None, watch is not None
+    with serving(run, drafter, drafting, spec, watched) as (engine, folder):
         if watch:
             watch(engine, folder)
         prompts = [prompt for unit in corpus.units for prompt in corpus.read(unit)]
@@ -159,12 +226,18 @@ def serve(
         def respond(prompt: Prompt) -> dict[str, Any]:
             return _row(prompt, answer(engine, prompt.segments, sampling, room))
 
-        name = "evaluate without the drafter" if drafter is None else "evaluate"
+        name = f"evaluate {list(drafting)}" if drafting else "evaluate without the drafter"
         progress = Progress(name, len(prompts), "conversations")
+        start = time.monotonic()
         results = each(respond, prompts, settings.batch_size, progress.add)
+        seconds = time.monotonic() - start
+        rows = [row for row in results if not isinstance(row, RequestError)]
+        torch.set_num_threads(config.hardware.cpus_per_actor)  # for the walk; Ray's OMP_NUM_THREADS may say less
         return {
             "engine": engine.info,
-            "answers": [row for row in results if not isinstance(row, RequestError)],
+            "answers": rows,
+            "seconds": seconds,
+            "walked": walk_answers(run, engine, folder, rows, settings.num_steps) if walking else None,
             "refused": [
                 {"id": prompt.id, "reason": str(row)}
                 for prompt, row in zip(prompts, results, strict=True)
@@ -186,49 +259,40 @@ def _row(prompt: Prompt, answered: Answered) -> dict[str, Any]:
         "id": prompt.id,
         "domain": prompt.domain,
         "token_ids": answered.token_ids,
+        "loss_mask": answered.loss_mask,
+        "answers": [response.token_ids for response in answered.responses],
         "completion_tokens": sum(len(response.token_ids) for response in answered.responses),
         "verify_steps": sum(response.speculation.get("spec_verify_ct", 0) for response in answered.responses),
         "histogram": histogram,  # [i]: verify steps that accepted exactly i drafts
     }
 
 
-def measure(rows: list[dict[str, Any]], num_steps: int) -> dict[str, Any]:
-    """Accept length and acceptance by draft position, over all answers together.
+def walk_answers(
+    run: Run, engine: TargetEngine, folder: Path, rows: list[dict[str, Any]], num_steps: int
+) -> dict[str, Any]:
+    """The drafter in `folder` walked over the rows' conversations, in fp32 on the CPU: the engine has the GPU."""
+    progress = Progress("evaluate: walk", len(rows), "conversations")
 
-    SGLang's histogram also counts drafts that were accepted behind an answer's end and cut off with it.
-    """
-    tokens, steps = sum(row["completion_tokens"] for row in rows), sum(row["verify_steps"] for row in rows)
-    longest = num_steps + 1
-    exactly = [sum(row["histogram"][i] for row in rows if i < len(row["histogram"])) for i in range(longest)]
-    at_least = [sum(exactly[i:]) for i in range(longest)]
-    return {
-        "conversations": len(rows),
-        "completion_tokens": tokens,
-        "verify_steps": steps,
-        "accept_length": round(tokens / steps, 4) if steps else None,
-        # position k's share of the verify steps whose positions before k were all accepted
-        "accept_length_by_step": [
-            round(at_least[i] / at_least[i - 1], 4) if at_least[i - 1] else None for i in range(1, longest)
-        ],
-    }
+    def samples() -> Iterator[Features]:
+        for row in rows:
+            yield _captured(engine, row)
+            progress.add(1)
+
+    target = dataclasses.replace(run.config.target, weights=None)  # the files that the engine runs
+    pieces = load_pieces(target, torch.float32)
+    return totals(simulate(load(folder, pieces.embedding), samples(), pieces.head, num_steps))
 
 
-def different(some: list[dict[str, Any]], others: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The conversations that differ, or that only one side answered, and the token at which they first do."""
-    first, second = ({row["id"]: row["token_ids"] for row in rows} for rows in (some, others))
-    found = []
-    for name in sorted(first.keys() | second.keys()):
-        mine, other = first.get(name, []), second.get(name, [])
-        if mine != other:
-            same = [a == b for a, b in zip(mine, other, strict=False)] + [False]
-            found.append({"id": name, "first_different_token": same.index(False)})
-    return found
-
-
-def local_folder(run: Run, key: str, scratch: Path) -> Path:
-    """A folder of the store as a local path: itself, or a copy below `scratch`."""
-    if run.files.local:
-        return Path(run.files.url(key))
-    for name in run.files.list(key):
-        run.files.download(name, scratch / name)
-    return scratch / key
+def _captured(engine: TargetEngine, row: dict[str, Any]) -> Features:
+    """Copied out of the engine's shared memory, whose room the next one may need."""
+    (states,) = engine.capture([row["token_ids"]])
+    mask = torch.tensor(row["loss_mask"])  # [T]
+    kept = target_rows(mask)  # [R]
+    return Features(
+        id=row["id"],
+        input_ids=torch.tensor(row["token_ids"], dtype=torch.int32),
+        loss_mask=mask,
+        aux=states.aux.clone(),
+        last_hidden=states.last_hidden[kept],
+        last_rows=kept,
+    )

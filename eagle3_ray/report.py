@@ -13,11 +13,17 @@ from typing import Any
 
 import jinja2
 
+from eagle3_ray.acceptance import LOOPING, SPEED
 from eagle3_ray.prepare import Corpus
 from eagle3_ray.run import Run
 from eagle3_ray.secrets import masked
 from eagle3_ray.store.commits import Units
 
+# What the evaluation says, as it says it
+MEASURED = ["accept_length", "accept_length_ci95", "accept_length_by_step", "tokens_per_verify_step", "verify_steps"]
+MEASURED += ["completion_tokens", "distinct_bigram_share", "looping_answers", "greedy_identical", "identical_share"]
+MEASURED += ["first_divergence", "different_answers", "refused", *SPEED, "by_domain", "by_drafting", "best_drafting"]
+MEASURED += ["simulated"]
 PACKAGES = ("sglang", "ray", "torch", "transformers", "hydra-core")
 
 
@@ -34,14 +40,11 @@ def summarise(
     extraction = run.read_json(f"{features.folder}/summary.json") or {}
     exported = run.read_json(f"{drafter}/export.json") or {}
     folder = f"runs/{run.config.run}"
-    measured = ["accept_length", "accept_length_by_step", "verify_steps", "completion_tokens"]
-    measured += ["greedy_identical", "different_answers", "refused"]
     stored = ("samples", "failed", "tokens_captured", "tokens_generated", "bytes_stored", "boundaries", "domains")
     summary = {
         "run": run.config.run,
         "target": run.config.target.name,
-        **{name: evaluation[name] for name in measured},
-        "by_domain": evaluation["by_domain"],
+        **{name: evaluation[name] for name in MEASURED},
         "verification": verification,
         "prompts": corpus.summary["prompts"],
         "heldout": evaluation["conversations"],
@@ -68,7 +71,10 @@ def report(run: Run, summary: dict[str, Any]) -> None:
         loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=jinja2.StrictUndefined
     )
     page = environment.get_template("report.html.jinja").render(
-        summary=summary, evaluate=run.config.evaluate, curves=_picture(training_curves(run, summary["drafter"]))
+        summary=summary,
+        evaluate=run.config.evaluate,
+        looping=LOOPING,
+        curves=_picture(training_curves(run, summary["drafter"])),
     )
     run.files.write(f"runs/{run.config.run}/report.html", page.encode())
 

@@ -36,6 +36,7 @@ from eagle3_ray.config import (
     HardwareConfig,
     check_drafter,
     check_export,
+    draftings,
 )
 from eagle3_ray.store.commits import Units
 from eagle3_ray.store.filesystem import Filesystem, StoreError
@@ -170,9 +171,7 @@ def check_values(config: Config) -> None:
         "train.num_workers": (config.train.num_workers, 1),
         "train.checkpoint_every": (config.train.checkpoint_every, 1),
         "evaluate.max_new_tokens": (config.evaluate.max_new_tokens, 1),
-        "evaluate.num_steps": (config.evaluate.num_steps, 1),
-        "evaluate.topk": (config.evaluate.topk, 1),
-        "evaluate.num_draft_tokens": (config.evaluate.num_draft_tokens, 2),
+        "evaluate.temperature": (config.evaluate.temperature, 0),
     }
     for name, (number, least) in at_least.items():
         if number < least:
@@ -196,11 +195,27 @@ def check_values(config: Config) -> None:
         raise ConfigError(f"prompts.max_bad_share: {config.prompts.max_bad_share} is not between 0 and 1")
     if not 0 < config.train.step_decay <= 1:
         raise ConfigError(f"train.step_decay: {config.train.step_decay} is not above 0 and at most 1")
-    if config.evaluate.topk == 1 and config.evaluate.num_draft_tokens != config.evaluate.num_steps + 1:
+    _check_evaluate(config)
+
+
+def _check_evaluate(config: Config) -> None:
+    evaluate = config.evaluate
+    widest = max(drafting.topk for drafting in draftings(evaluate))
+    if widest > config.drafter.draft_vocab_size:
         raise ConfigError(
-            f"evaluate.num_draft_tokens: a chain (evaluate.topk=1) of {config.evaluate.num_steps} steps verifies "
-            f"{config.evaluate.num_steps + 1} tokens, not {config.evaluate.num_draft_tokens}"
+            f"evaluate.topk: {widest} is more than drafter.draft_vocab_size={config.drafter.draft_vocab_size}"
         )
+    if evaluate.temperature and config.hardware.device == "cpu":
+        raise ConfigError(
+            f"evaluate.temperature: {evaluate.temperature}, but with hardware.device=cpu SGLang verifies greedily"
+        )
+    wanted = {"baseline": True, "temperature": 0, "topk": 1}  # whose answers, and how they are walked
+    for name, value in wanted.items():
+        if evaluate.simulate and getattr(evaluate, name) != value:
+            raise ConfigError(
+                f"evaluate.simulate: it walks chains over the greedy answers of the target alone; not with "
+                f"evaluate.{name}={getattr(evaluate, name)}"
+            )
 
 
 def _check_gpus(hardware: HardwareConfig) -> None:

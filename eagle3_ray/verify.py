@@ -22,7 +22,7 @@ from torch import Tensor
 
 from eagle3_ray.alignment import UNKNOWN, judge, matrix, relative_errors, shifted, spread
 from eagle3_ray.capture import deciding_args, engine_version, fingerprint
-from eagle3_ray.config import Config, ConfigError, SamplingConfig
+from eagle3_ray.config import Config, ConfigError, SamplingConfig, draftings
 from eagle3_ray.conversations import join
 from eagle3_ray.drafter.checkpoint import check_folder
 from eagle3_ray.drafter.model import Drafter
@@ -32,10 +32,10 @@ from eagle3_ray.engines.base import EngineError, Response
 from eagle3_ray.engines.sglang import SGLangEngine
 from eagle3_ray.engines.sglang_nodes import actor_options
 from eagle3_ray.engines.sglang_served import Watched
-from eagle3_ray.evaluate import local_folder, serving
 from eagle3_ray.identify import Taken, identify, read_dump
 from eagle3_ray.prepare import Corpus, Prompt
 from eagle3_ray.run import Run
+from eagle3_ray.serving import local_folder, serving
 from eagle3_ray.store.cache import node_cache
 from eagle3_ray.store.commits import Units
 from eagle3_ray.store.precision import dequantise, quantise
@@ -103,7 +103,7 @@ def _watch(run: Run, corpus: Corpus, features: Units, drafter: str, engine: SGLa
 def _alone(run: Run, corpus: Corpus, features: Units, drafter: str) -> dict[str, Any]:
     """A Ray task. An engine that fails on a faulty drafter leaves what can be told without it."""
     try:
-        with serving(run, drafter, watched=True) as (engine, folder):
+        with serving(run, drafter, draftings(run.config.evaluate)[0], watched=True) as (engine, folder):
             return measure(run, corpus, features, drafter, engine, folder)
     except EngineError as error:
         with tempfile.TemporaryDirectory(prefix="eagle3-ray-") as scratch:

@@ -48,7 +48,9 @@ FAULTS = [
     ("target.path=/no/such/folder", "target.path"),
     ("engine.name=other", "engine.name"),
     ("engine.dtype=float8", "engine.dtype"),
-    ("evaluate.num_draft_tokens=5", "evaluate.num_draft_tokens"),
+    ("evaluate.num_draft_tokens=5", "evaluate.num_draft_tokens: a chain (topk 1) of 3 steps verifies 4 tokens, not 5"),
+    ("evaluate.temperature=0.7", "evaluate.temperature: 0.7, but with hardware.device=cpu"),
+    ("evaluate.sweep=[[3,1,4],[3,1]]", "evaluate.sweep [3, 1]: not [num_steps, topk, num_draft_tokens]"),
     ("train.batch_size=0", "train.batch_size"),
     ("train.max_length=0", "train.max_length"),
     ("train.loss=kl", "train.loss: 'kl'"),
@@ -88,7 +90,6 @@ def test_a_fault_is_refused_before_any_engine_starts(
     assert named in str(refused.value)
 
 
-# One of Hydra's, one of OmegaConf's, one of our own checks, one of a stage
 def test_a_start_is_looked_at_before_any_engine_starts(smollm2: Path, tmp_path: Path) -> None:
     settings = [f"target.path={smollm2}", f"store.root={tmp_path}", "drafter.vocabulary=start"]
     settings += ["drafter.start_from=/no/such/folder"]
@@ -98,6 +99,7 @@ def test_a_start_is_looked_at_before_any_engine_starts(smollm2: Path, tmp_path: 
         open_run(compose(*settings, "train.heldout=0"))
 
 
+# One of Hydra's, one of OmegaConf's, one of our own checks, one of a stage
 @pytest.mark.parametrize("fault", [FAULTS[0], FAULTS[3], FAULTS[7], FAULTS[4]], ids=lambda fault: fault[0])
 def test_a_refusal_ends_the_command_with_two(smollm2: Path, tmp_path: Path, fault: tuple[str, str]) -> None:
     override, named = fault

@@ -34,6 +34,64 @@ def test_content_parts_are_joined() -> None:
     assert users({"messages": [{"role": "user", "content": parts}]}) == ["ab"]
 
 
+# Made up, in the shape of each: the hub's copy of MT-Bench and its authors' own, GSM8K, HumanEval, MATH-500
+SUITES: dict[str, tuple[dict, list[str], str]] = {
+    "mt_bench": (
+        {"prompt": ["Write a verse.", "Now shorter."], "prompt_id": 7, "category": "writing", "reference": []},
+        ["Write a verse.", "Now shorter."],
+        "writing",
+    ),
+    "mt_bench, question.jsonl": (
+        {"question_id": 81, "category": "stem", "turns": ["What is heat?", "And cold?"], "reference": ["x", "y"]},
+        ["What is heat?", "And cold?"],
+        "stem",
+    ),
+    "gsm8k": (
+        {"question": "Tom has 2 pens. How many?", "answer": "He has <<1+1=2>>2.\n#### 2"},
+        ["Tom has 2 pens. How many?"],
+        "none",
+    ),
+    "humaneval": (
+        {
+            "task_id": "HumanEval/9",
+            "prompt": 'def f(x: int) -> int:\n    """ Twice x.\n    """\n',
+            "entry_point": "f",
+            "canonical_solution": "    return 2 * x\n",
+            "test": "def check(candidate):\n    assert candidate(2) == 4\n",
+        },
+        ['def f(x: int) -> int:\n    """ Twice x.\n    """\n'],
+        "none",
+    ),
+    "math500": (
+        {
+            "problem": "What is $1+1$?",
+            "solution": "It is $\\boxed{2}$.",
+            "answer": "2",
+            "subject": "Prealgebra",
+            "level": 1,
+            "unique_id": "test/prealgebra/1.json",
+        },
+        ["What is $1+1$?"],
+        "Prealgebra",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SUITES)
+def test_the_suites_are_read_as_they_are_published(tmp_path, name: str) -> None:
+    record, turns, domain = SUITES[name]
+    (tmp_path / "suite.jsonl").write_text(json.dumps(record) + "\n")
+    (read,) = read_records(PromptsConfig(source=str(tmp_path / "suite.jsonl")))
+    assert users(read) == turns  # and nothing of the solutions
+    assert parse(read).domain == domain
+
+
+def test_a_suites_own_names_tell_its_conversations_apart() -> None:
+    assert [parse({key: "x/1", "prompt": "a"}).id for key in ("id", "question_id", "task_id")] == ["x/1"] * 3
+    assert parse({"prompt": "a"}).id == parse({"prompt": ["a"]}).id != parse({"prompt": ["a", "b"]}).id
+    assert parse({"prompt": "a", "domain": "d", "category": "c"}).domain == "d"
+
+
 @pytest.mark.parametrize(
     ("record", "reason"),
     [
@@ -47,6 +105,9 @@ def test_content_parts_are_joined() -> None:
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "not text"),
         ({"messages": [{"role": "user", "content": "a"}, {"role": "system", "content": "b"}]}, "after the start"),
         ({"messages": ["a"]}, "not an object"),
+        ({"conversations": ["a", "b"]}, "not an object"),
+        ({"turns": ["a", ""]}, "empty user message"),
+        ({"question": {"text": "a"}}, "no messages"),
     ],
 )
 def test_a_bad_record_says_why(record: object, reason: str) -> None:
@@ -71,6 +132,11 @@ def test_a_data_set_is_read_by_its_split(tmp_path, monkeypatch) -> None:
         pq.write_table(pa.Table.from_pylist([{"prompt": text} for text in texts]), tmp_path / f"{split}.parquet")
     for split, texts in (("train", ["a", "b"]), ("test", ["c"])):
         records = list(read_records(PromptsConfig(source=str(tmp_path), split=split)))
+        assert [record["prompt"] for record in records] == texts
+    two = "configs:\n- config_name: a\n  data_files: train.parquet\n- config_name: b\n  data_files: test.parquet\n"
+    (tmp_path / "README.md").write_text(f"---\n{two}---\n")
+    for subset, texts in (("a", ["a", "b"]), ("b", ["c"])):
+        records = list(read_records(PromptsConfig(source=str(tmp_path), subset=subset)))
         assert [record["prompt"] for record in records] == texts
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)

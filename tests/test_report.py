@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from eagle3_ray.acceptance import SPEED
 from eagle3_ray.config import EvaluateConfig
 from eagle3_ray.report import report
 from eagle3_ray.store.filesystem import Filesystem
@@ -16,7 +17,25 @@ def walked(accept_length: float) -> dict[str, Any]:
     return {"completion_tokens": 90, "verify_steps": 60, "accept_length": accept_length, "never_right": 1.03}
 
 
-def page(tmp_path: Path, heldout: int, verification: dict[str, Any] | None = None) -> str:
+def evaluation() -> dict[str, Any]:
+    """Of a CPU, without the target alone."""
+    row = {"conversations": 7, "completion_tokens": 90, "accept_length": 1.5, "accept_length_ci95": [1.4, 1.61]}
+    row |= {"tokens_per_verify_step": 1.25, "distinct_bigram_share": 0.876, "looping_answers": 0}
+    chosen = {"num_steps": 3, "topk": 1, "num_draft_tokens": 4}
+    speed: dict[str, Any] = dict.fromkeys(SPEED)
+    return {
+        **row,
+        **speed,
+        "accept_length_by_step": [0.5],
+        "greedy_identical": None,
+        "by_domain": {"code": row, "chat": row | {"distinct_bigram_share": None, "accept_length_ci95": None}},
+        "by_drafting": [{**row, **speed, **chosen, "identical_share": None}],
+        "best_drafting": {**chosen, "by": "accept_length"},
+        "simulated": {"heldout": None, "answers": None},
+    }
+
+
+def page(tmp_path: Path, heldout: int, **told: Any) -> str:
     """The report's text, without tags and line breaks."""
     training = {
         "draft_vocab_size": 8192,
@@ -24,16 +43,15 @@ def page(tmp_path: Path, heldout: int, verification: dict[str, Any] | None = Non
         "coverage_by_domain": {"code": 0.9912, "maths": 0.5},
         "heldout": {"samples": heldout, "draft_steps": 3, "before": walked(1.1), "after": walked(1.5)},
     }
-    empty = {"by_domain": {}, "seconds": {}, "versions": {}, "boundaries": [2, 4], "layer_ids": [1, 3]}
+    empty = {"seconds": {}, "versions": {}, "boundaries": [2, 4], "layer_ids": [1, 3]}
     numbers = dict.fromkeys(
         ["completion_tokens", "verify_steps", "heldout", "samples", "prompts", "tokens_captured", "tokens_generated"], 7
     )
     paths = {"drafter": "drafters/d", "drafter_path": "d", "features_path": "f", "bytes_stored": 10}
-    summary = {"run": "r", "target": "t", "accept_length": 1.5, "accept_length_by_step": [0.5]}
-    summary |= {"greedy_identical": None}
+    summary = {"run": "r", "target": "t", **evaluation()}
     files = Filesystem(str(tmp_path))
     run: Any = SimpleNamespace(files=files, config=SimpleNamespace(run="r", evaluate=EvaluateConfig(source="x")))
-    report(run, {**summary, **empty, **numbers, **paths, "training": training, "verification": verification})
+    report(run, {**summary, **empty, **numbers, **paths, "training": training, "verification": None, **told})
     return " ".join(re.sub(r"<[^>]+>", " ", files.read("runs/r/report.html").decode()).split())
 
 
@@ -63,3 +81,39 @@ def test_the_matrix_and_the_causes_are_told(tmp_path: Path):
     assert "served boundary trained 2 trained 4 3 0.5 1.2 5 2e-07 0.75" in told
     assert "prompts 99 2e-07 4e-07 2e-07 4e-07" in told
     assert "verify steps" not in told.split("states of")[1].split("Training")[0]
+
+
+def test_the_evaluation_is_told_with_its_interval_and_by_domain(tmp_path: Path):
+    told = page(tmp_path, heldout=16)
+    assert "between 1.400 and 1.610 with 95% confidence" in told
+    assert "A verify step gave 1.250 tokens." in told
+    assert "code 7 90 1.500 1.40 to 1.61 1.250 88% 0" in told
+    assert "chat 7 90 1.500 – – 1.250 – 0".replace("– – ", "– ") in told
+    assert "Speed is not told of a CPU" in told
+    for missing in ("Loops:", "Chains and trees", "Simulated over"):
+        assert missing not in told
+
+
+def test_loops_are_warned_of(tmp_path: Path):
+    assert "Loops: in 2 answers" in page(tmp_path, heldout=16, looping_answers=2)
+
+
+def test_speed_agreement_drafting_and_simulation_are_told(tmp_path: Path):
+    speed = {"output_tokens_per_s": 210.5, "output_tokens_per_s_plain": 100.0, "speedup": 2.11}
+    (chain,) = evaluation()["by_drafting"]
+    best = {"num_steps": 5, "topk": 4, "num_draft_tokens": 16}
+    tree = chain | speed | best | {"accept_length": 1.75, "identical_share": 0.75}
+    differing: dict[str, Any] = {"greedy_identical": False, "identical_share": 0.75}
+    differing["first_divergence"] = {"10%": 3, "50%": 12, "90%": 40}
+    walks = {
+        "heldout": {"accept_length": 1.4, "served_minus_simulated": 0.1},
+        "answers": {"accept_length": 1.512, "served_minus_simulated": -0.012},
+    }
+    several = {"by_drafting": [chain, tree], "best_drafting": best | {"by": "output_tokens_per_s"}, "simulated": walks}
+    told = page(tmp_path, heldout=16, **speed, **differing, **several)
+    assert "210.5 output tokens a second, 100.0 without speculation, 2.11 times as many" in told
+    assert "75.0% of the conversations are the same; the others first differ at generated token 12" in told
+    assert "5 4 16 1.750 1.40 to 1.61 210.5 2.11 75.0%" in told
+    assert "Best by output tokens a second: 5 steps, top-k 4, 16 tokens" in told
+    assert "as the target answered them alone: accept length 1.512; served minus simulated -0.012" in told
+    assert "which are other prompts: accept length 1.400; served minus simulated +0.100" in told

@@ -14,7 +14,7 @@ from conftest import compose
 
 from eagle3_ray.capture import deciding_args
 from eagle3_ray.config import StoreConfig
-from eagle3_ray.report import summarise
+from eagle3_ray.report import MEASURED, summarise
 from eagle3_ray.run import Run
 from eagle3_ray.secrets import clean, masked
 from eagle3_ray.store import s3
@@ -128,8 +128,7 @@ def test_the_saved_configuration_of_a_run_holds_no_secret(tmp_path: Path) -> Non
     }
     config.hardware.env = {"HF_TOKEN": SECRET, "THREADS": "2"}
     config.prompts.source = f"s3://key:{SECRET}@bucket/p.jsonl"
-    measured = ["accept_length", "accept_length_by_step", "verify_steps", "completion_tokens", "greedy_identical"]
-    evaluation = dict.fromkeys([*measured, "different_answers", "refused", "by_domain", "conversations", "engine"])
+    evaluation = dict.fromkeys([*MEASURED, "conversations", "engine"])
     run = Run(config, Filesystem(str(tmp_path)), {}, {}, None)  # type: ignore[arg-type]
     features, corpus = SimpleNamespace(folder="features/x"), SimpleNamespace(summary={"prompts": 1})
     summary = summarise(run, corpus, features, "drafters/x", evaluation, None, {})  # type: ignore[arg-type]

@@ -16,10 +16,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from eagle3_ray.config import TrainConfig
-from eagle3_ray.drafter.loss import Metrics, target_argmax, targets, ttt_loss, walk
+from eagle3_ray.drafter.loss import Metrics, target_argmax, targets, ttt_loss
 from eagle3_ray.drafter.model import Batch, Drafter
 from eagle3_ray.store.shards import Features
 from eagle3_ray.train.features import batches
+from eagle3_ray.train.simulate import simulate, totals
 
 
 class Training:
@@ -120,29 +121,10 @@ class Training:
             self.optimizer.state[parameter] = {"step": torch.tensor(float(taken), device=self.device), **moments}
         self.taken = taken
 
-    @torch.no_grad()
     def accept_length(self, samples: list[Features], num_steps: int) -> dict[str, Any]:
-        """Simulated serving of the samples' greedy answers (`walk`), drafted `num_steps` ahead.
-
-        `never_right` is the accept length of a drafter without a hit: above 1, for prefill's own tokens count.
-        """
-        tokens = verified = without = 0
-        for batch in batches(samples, self.config.max_length, self.dtype):
-            batch = batch.to(self.device)
-            goal = targets(batch, self._greedy(batch), self.drafter, num_steps)
-            with torch.autocast(self.device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16):
-                _, _, prefix = ttt_loss(self.drafter, batch, goal, self.draft_head, goal.count())
-            pieces = zip(prefix.split(batch.lengths), batch.loss_mask.split(batch.lengths), strict=True)
-            for hits, mask in pieces:
-                said, checked = walk(hits, mask, num_steps)
-                tokens, verified = tokens + said, verified + checked
-                without += walk(torch.zeros_like(hits), mask, num_steps)[1]
-        return {
-            "completion_tokens": tokens,
-            "verify_steps": verified,
-            "accept_length": tokens / max(1, verified),
-            "never_right": tokens / max(1, without),
-        }
+        """Simulated serving of the samples' greedy answers, drafted `num_steps` ahead (`simulate`, `totals`)."""
+        given = self.drafter, samples, self.head, num_steps, self.config.max_length, self.dtype
+        return totals(simulate(*given))
 
 
 def _sum(tensor: Tensor) -> None:
