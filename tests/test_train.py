@@ -28,12 +28,14 @@ from eagle3_ray.config import (
     EngineConfig,
     EvaluateConfig,
     ExportConfig,
+    FeaturesConfig,
     HardwareConfig,
     PromptsConfig,
     SamplingConfig,
     StoreConfig,
     TargetConfig,
     TrainConfig,
+    VerifyConfig,
 )
 from eagle3_ray.drafter.checkpoint import export, load
 from eagle3_ray.drafter.model import Drafter
@@ -438,6 +440,8 @@ def stage(root: Path, make: Callable[[int], Features] = sample, **changes: Any) 
         train=settings(**changes),
         export=ExportConfig(),
         evaluate=EvaluateConfig(source="none"),
+        verify=VerifyConfig(),
+        features=FeaturesConfig(),
         cluster=ClusterConfig(),
     )
     return config, store(root, samples=30, unit=3, make=make)
