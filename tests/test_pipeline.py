@@ -30,6 +30,7 @@ SMALL = [
     "hardware.num_actors=1",
     "capture.boundaries=[2,15,27]",
     "train.steps=0",
+    "verify.samples=4",
     "run=job",
 ]
 
@@ -136,11 +137,11 @@ def test_greedy_answers_are_the_same_with_and_without_speculation(summary: dict)
 
 def test_training_features_are_the_serving_features(summary: dict, submit) -> None:
     found = summary["verification"]
-    assert (found["verdict"], found["causes"], found["samples"]) == ("aligned", [], 8)
+    assert (found["verdict"], found["causes"], found["samples"]) == ("aligned", [], 4)
     assert found["trained"] == found["facts"]["layers_to_capture"] == [2, 15, 27]
     assert [min(range(3), key=row.__getitem__) for row in found["matrix"]] == [0, 1, 2]
     for kind in ("prompt", "verify"):
-        assert found["rows"][kind] > 40
+        assert found["rows"][kind] > 20
         assert max(found["errors"][kind]["p95"]) < 0.01  # the store's bfloat16, of a float32 engine
     assert found["drafts"]["same"] == 1.0
     assert "aligned" in Path(summary["report_path"]).read_text()

@@ -499,6 +499,7 @@ def test_a_worker_killed_among_two_changes_nothing(tmp_path: Path, ray_up: None)
         train_drafter(config, features, DESCRIPTION, "drafters/d")
 
 
+@pytest.mark.full  # the pipeline of `make test` trains none, either
 def test_no_steps_export_the_initial_drafter(tmp_path: Path, ray_up: None):
     """Of a vocabulary by probability, which is counted in a Ray task too."""
     config, features = stage(tmp_path, steps=0, heldout=4)
