@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 DTYPES = ("float32", "bfloat16")
@@ -143,6 +143,11 @@ class DrafterConfig:
     start_from: str | None = None
     initial_fc: str = "top"  # of a new drafter: top (passes the top boundary on) | average (of the boundaries) | random
     initial_lm_head: str = "target"  # of a new drafter: target (the rows of its own) | random
+    path: str | None = None  # verify and evaluate alone: another's drafter, a folder or s3:// URL, as SGLang loads it
+
+    def made_of(self) -> dict[str, Any]:
+        """What decides a drafter that is trained."""
+        return {name: value for name, value in asdict(self).items() if name != "path"}
 
 
 @dataclass

@@ -26,7 +26,7 @@ from eagle3_ray.engines.sglang import SGLangEngine, context_length
 from eagle3_ray.engines.sglang_nodes import actor_options
 from eagle3_ray.prepare import Corpus, Prompt, prepare
 from eagle3_ray.progress import Progress
-from eagle3_ray.run import Run
+from eagle3_ray.run import Run, exported
 from eagle3_ray.serving import serving
 from eagle3_ray.store.shards import Features, target_rows
 from eagle3_ray.train.simulate import simulate, totals
@@ -69,14 +69,11 @@ def evaluate(
     if config.engine.name != "sglang":
         raise ConfigError(f"engine.name: evaluation is served by sglang, not by {config.engine.name}")
     dtype = config.evaluate.dtype or config.engine.dtype
-    exported = run.read_json(f"{drafter}/export.json")
-    if exported is None:
-        raise ConfigError(f"no exported drafter at {run.files.url(drafter)}; run ray_jobs.export first")
     description = {
         "prompts": corpus.fingerprint,
         "engine_version": engine_version(config),
         "dtype": dtype,
-        "exported": exported,
+        "exported": exported(run, drafter),
         **deciding_args(config, "serve"),
         **{name: getattr(config.evaluate, name) for name in SETTINGS},
     }

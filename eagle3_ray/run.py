@@ -70,9 +70,11 @@ class Run:
         return Units(self.files, "features", fingerprint(description)), description
 
     def drafter(self, features: Units) -> str:
-        """The key below which the drafter of these settings and features is made."""
+        """The key below which the drafter of these settings and features is made, or what is measured of another's."""
+        if self.config.drafter.path:
+            return f"drafters/{fingerprint(exported(self, ''))}"
         train = {name: value for name, value in asdict(self.config.train).items() if name not in PLACEMENT}
-        decides = {"features": features.folder, "drafter": asdict(self.config.drafter), "train": train}
+        decides = {"features": features.folder, "drafter": self.config.drafter.made_of(), "train": train}
         return f"drafters/{fingerprint(decides)}"
 
     def read_json(self, key: str) -> dict[str, Any] | None:
@@ -84,6 +86,22 @@ class Run:
 
     def write_json(self, key: str, value: dict[str, Any]) -> None:
         self.files.write(key, json.dumps(value, indent=1).encode())
+
+
+def exported(run: Run, drafter: str) -> dict[str, Any]:
+    """What tells the served drafter apart: export.json of the one at the key `drafter`; of drafter.path, its files."""
+    path = run.config.drafter.path
+    if not path:
+        found = run.read_json(f"{drafter}/export.json")
+        if found is None:
+            raise ConfigError(f"no exported drafter at {run.files.url(drafter)}; run ray_jobs.export first")
+        return found
+    try:
+        files = Filesystem(path, run.config.store.storage_options)
+        config = json.loads(files.read("config.json"))
+        return {"drafter_path": path, "config": config, "sizes": {key: files.size(key) for key in files.list("")}}
+    except (StoreError, OSError, ValueError) as error:
+        raise ConfigError(f"drafter.path: no drafter at {path!r}: {error}") from None
 
 
 def open_run(config: Config) -> Run:

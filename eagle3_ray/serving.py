@@ -13,6 +13,7 @@ from eagle3_ray.capture import CaptureSpec
 from eagle3_ray.config import Drafting
 from eagle3_ray.engines.sglang import SGLangEngine
 from eagle3_ray.run import Run
+from eagle3_ray.store.filesystem import Filesystem
 
 
 @contextlib.contextmanager
@@ -28,7 +29,7 @@ def serving(
     config = dataclasses.replace(config, engine=dataclasses.replace(config.engine, dtype=dtype))
     args: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="eagle3-ray-") as scratch:
-        folder = local_folder(run, f"{drafter}/export", Path(scratch))
+        folder = served_folder(run, drafter, Path(scratch))
         if drafting is not None:
             args = {
                 "speculative_algorithm": "EAGLE3",
@@ -44,10 +45,13 @@ def serving(
             engine.close()
 
 
-def local_folder(run: Run, key: str, scratch: Path) -> Path:
-    """A folder of the store as a local path: itself, or a copy below `scratch`."""
-    if run.files.local:
-        return Path(run.files.url(key))
-    for name in run.files.list(key):
-        run.files.download(name, scratch / name)
+def served_folder(run: Run, drafter: str, scratch: Path) -> Path:
+    """drafter.path, or what was exported at the key `drafter`, as a local folder: itself, or a copy below `scratch`."""
+    files, key = run.files, f"{drafter}/export"
+    if run.config.drafter.path:
+        files, key = Filesystem(run.config.drafter.path, run.config.store.storage_options), ""
+    if files.local:
+        return Path(files.url(key))
+    for name in files.list(key):
+        files.download(name, scratch / name)
     return scratch / key

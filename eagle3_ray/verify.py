@@ -26,16 +26,17 @@ from eagle3_ray.config import Config, ConfigError, SamplingConfig, draftings
 from eagle3_ray.conversations import join
 from eagle3_ray.drafter.checkpoint import check_folder
 from eagle3_ray.drafter.model import Drafter
+from eagle3_ray.drafter.published import Published
 from eagle3_ray.drafter.target import TargetPieces, load_pieces
-from eagle3_ray.drafter.trained import chain, folder_faults, in_force_faults, read_trained
+from eagle3_ray.drafter.trained import Trained, chain, folder_faults, in_force_faults, read_trained
 from eagle3_ray.engines.base import EngineError, Response
 from eagle3_ray.engines.sglang import SGLangEngine
 from eagle3_ray.engines.sglang_nodes import actor_options
 from eagle3_ray.engines.sglang_served import Watched
 from eagle3_ray.identify import Taken, identify, read_dump
 from eagle3_ray.prepare import Corpus, Prompt
-from eagle3_ray.run import Run
-from eagle3_ray.serving import local_folder, serving
+from eagle3_ray.run import Run, exported
+from eagle3_ray.serving import served_folder, serving
 from eagle3_ray.store.cache import node_cache
 from eagle3_ray.store.commits import Units
 from eagle3_ray.store.precision import dequantise, quantise
@@ -107,18 +108,16 @@ def _alone(run: Run, corpus: Corpus, features: Units, drafter: str) -> dict[str,
             return measure(run, corpus, features, drafter, engine, folder)
     except EngineError as error:
         with tempfile.TemporaryDirectory(prefix="eagle3-ray-") as scratch:
-            folder = local_folder(run, f"{drafter}/export", Path(scratch))
-            faults = folder_faults(read_trained(run.files, drafter), folder, run.config.engine.dtype)
+            folder = served_folder(run, drafter, Path(scratch))
+            trained = _trained(run, drafter, len(run.spec.boundaries))
+            faults = _drafter_faults(run, trained, folder)
         return {"failed": str(error), "drafter_faults": faults}
 
 
 def _key(run: Run, features: Units, drafter: str) -> str:
     """One verification each of drafter as exported, features as committed, and settings of the serving engine."""
-    exported = run.read_json(f"{drafter}/export.json")
-    if exported is None:
-        raise ConfigError(f"no exported drafter at {run.files.url(drafter)}; run ray_jobs.export first")
     decides = {
-        "exported": exported,
+        "exported": exported(run, drafter),
         "features": features.folder,
         "dtype": run.config.evaluate.dtype or run.config.engine.dtype,
         "verify": dataclasses.asdict(run.config.verify),
@@ -139,7 +138,7 @@ def measure(
     samples = choose(run, features)
     boundaries, hidden = description["boundaries"], run.spec.hidden_size
     tensors, facts = engine.drafter_facts()
-    trained, pieces = read_trained(run.files, drafter), load_pieces(run.config.target, torch.float32)
+    trained, pieces = _trained(run, drafter, len(boundaries)), load_pieces(run.config.target, torch.float32)
     prompts = _prompts(samples)
     greedy = SamplingConfig(max_new_tokens=NEW_TOKENS)
     whole = [one for _, one in engine.watch([s.input_ids.tolist() for s in samples], SamplingConfig(max_new_tokens=1))]
@@ -160,8 +159,7 @@ def measure(
         "target_dtype": description["engine_dtype"],
         "drafter_dtype": description["engine_dtype"],
         "settings": differing(run.config, description),
-        "drafter_faults": folder_faults(trained, folder, description["engine_dtype"])
-        or check_folder(folder, run.model),
+        "drafter_faults": _drafter_faults(run, trained, folder),
         "in_force_faults": in_force_faults(tensors, trained, pieces),
         "sample_faults": sample_faults(corpus, samples),
         "wrong_inputs": sum(
@@ -179,6 +177,21 @@ def measure(
         measured |= compare(samples, prompts, kept, whole, again, answers, others)
         measured["rows"]["verify"] = measured.pop("verify_rows")
     return measured
+
+
+def _trained(run: Run, drafter: str, boundaries: int) -> Trained:
+    """What training left of the drafter. Of another's drafter only its own files are known."""
+    settings = run.config.drafter
+    if not settings.path:
+        return read_trained(run.files, drafter)
+    settings = dataclasses.replace(settings, start_from=settings.path, vocabulary="start")
+    found = Published(settings, run.model, boundaries, run.config.store.storage_options)
+    return Trained(found.config.to_dict(), found.weights())
+
+
+def _drafter_faults(run: Run, trained: Trained, folder: Path) -> list[str]:
+    faults = [] if run.config.drafter.path else folder_faults(trained, folder, run.config.engine.dtype)
+    return faults or check_folder(folder, run.model)
 
 
 def choose(run: Run, features: Units) -> list[Features]:

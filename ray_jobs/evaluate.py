@@ -3,7 +3,7 @@
 from eagle3_ray.card import publish_card
 from eagle3_ray.evaluate import evaluate, heldout
 from eagle3_ray.prepare import prepare
-from eagle3_ray.run import Run
+from eagle3_ray.run import Run, exported
 from ray_jobs import stage
 from ray_jobs.cluster import cluster
 
@@ -13,7 +13,8 @@ def main(run: Run) -> None:
     prompts = heldout(run)
     with cluster(run.config.cluster):
         summary = evaluate(run, prompts, drafter := run.drafter(features))
-    publish_card(run, features, drafter, run.read_json(f"{drafter}/export.json") or {}, summary)
+    if not run.config.drafter.path:
+        publish_card(run, features, drafter, exported(run, drafter), summary)
     print(f"evaluate: accept length {summary['accept_length']} over {summary['verify_steps']} verify steps")
 
 

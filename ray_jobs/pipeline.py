@@ -25,6 +25,8 @@ Result = TypeVar("Result")
 def main(run: Run) -> None:
     if run.config.engine.name != "sglang":
         raise ConfigError(f"engine.name: the pipeline ends in SGLang; {run.config.engine.name} has single stages only")
+    if run.config.drafter.path:
+        raise ConfigError("drafter.path: another's drafter is only verified and evaluated, each by its own command")
     seconds: dict[str, float] = {}
 
     def timed(name: str, function: Callable[..., Result], *args: Any) -> Result:

@@ -15,15 +15,18 @@ from conftest import compose
 from safetensors.torch import load_file, save_file
 from stores import HIDDEN, fill
 
-from eagle3_ray.config import DrafterConfig
+from eagle3_ray.capture import CaptureSpec
+from eagle3_ray.config import ConfigError, DrafterConfig
 from eagle3_ray.drafter.checkpoint import export
 from eagle3_ray.drafter.model import Drafter
 from eagle3_ray.drafter.shape import drafter_config
 from eagle3_ray.drafter.target import TargetPieces
 from eagle3_ray.drafter.trained import Trained, folder_faults, in_force_faults
 from eagle3_ray.prepare import Prompt
+from eagle3_ray.run import Run, exported
 from eagle3_ray.store.filesystem import Filesystem
 from eagle3_ray.store.shards import Features, target_rows
+from eagle3_ray.train.trainer import train_drafter
 from eagle3_ray.verify import choose, sample_faults
 
 TARGET = {"hidden_size": 32, "intermediate_size": 48, "vocab_size": 64, "num_attention_heads": 2, "head_dim": 16}
@@ -146,3 +149,21 @@ def test_samples_are_chosen_by_the_settings(tmp_path: Path) -> None:
         assert len(sample.input_ids) == len(sample.loss_mask) == min(5, len(sample.input_ids)) == len(sample.aux)
         assert sample.last_hidden.shape == (len(sample.last_rows), HIDDEN)
         assert (sample.last_rows < 5).all()
+
+
+def test_another_ones_drafter_is_told_by_its_files(trained: Trained, tmp_path: Path) -> None:
+    def opened(path: Path | None) -> Run:
+        config = compose(f"store.root={tmp_path / 'store'}", f"drafter.path={path or 'null'}")
+        return Run(config, Filesystem(str(tmp_path / "store")), TARGET, {}, CaptureSpec((1, 2, 3), 32, "float32"))
+
+    features: Any = SimpleNamespace(folder="features/f")
+    theirs = opened(tmp_path / "export")
+    assert exported(theirs, "")["config"]["draft_vocab_size"] == 16
+    before = theirs.drafter(features)
+    assert before != opened(None).drafter(features)
+    edited(tmp_path / "export", lambda config, _: config.update(rms_norm_eps=1e-6))
+    assert theirs.drafter(features) != before
+    with pytest.raises(ConfigError, match="drafter.path: no drafter at"):
+        opened(tmp_path / "none").drafter(features)
+    with pytest.raises(ConfigError, match="can only be served"):
+        train_drafter(theirs.config, SimpleNamespace(files=theirs.files), {}, "drafters/d")  # type: ignore[arg-type]

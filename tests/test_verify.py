@@ -166,3 +166,22 @@ def test_what_another_tool_took_is_told(layout: str, smollm2_case: Case, tmp_pat
     wrong = command("verify", *given, "capture.boundaries=[3,16,28]", home=tmp_path / "home")
     assert wrong.returncode == 1
     assert "the features' boundaries are off by one: 2 lies where 3 is said to, 15 lies where 16" in wrong.stdout
+
+
+@pytest.mark.engine
+@pytest.mark.full
+def test_another_ones_drafter_is_verified_in_its_own_folder(tiny_case: Case, tmp_path: Path) -> None:
+    if "deepseek" in str(tiny_case.target):
+        pytest.skip("one family is enough")
+    (export,) = tiny_case.home.glob("drafters/*/export")
+    shutil.copytree(export, tmp_path / "theirs")
+    shutil.copytree(tiny_case.home, tmp_path / "home")
+    shutil.rmtree(tmp_path / "home" / "drafters")  # what training left is not there to be compared with
+    assert_aligned(*tiny_case.verify(tmp_path / "home", f"drafter.path={tmp_path / 'theirs'}"), 1e-4)
+    config = json.loads((tmp_path / "theirs" / "config.json").read_text())
+    config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] = [2, 4, 6]
+    (tmp_path / "theirs" / "config.json").write_text(json.dumps(config))
+    shutil.rmtree(tmp_path / "home" / "drafters")
+    code, summary = tiny_case.verify(tmp_path / "home", f"drafter.path={tmp_path / 'theirs'}")
+    assert code == 1
+    assert "layer ids are off by one: boundary 3 where 2 was trained" in summary["causes"][0]

@@ -27,7 +27,13 @@ from eagle3_ray.drafter.vocabulary import names_tokens
 from eagle3_ray.store.filesystem import Filesystem, StoreError
 from eagle3_ray.store.tensors import Tensors
 
-CHOICES = ("vocabulary", "start_from", "initial_fc", "initial_lm_head")  # of DrafterConfig: no part of the shape
+CHOICES = (
+    "vocabulary",
+    "start_from",
+    "initial_fc",
+    "initial_lm_head",
+    "path",
+)  # of DrafterConfig: no part of the shape
 MAPS = ("d2t", "t2d")
 PREFIX = r"^(?:draft_model\.|model\.)+"
 # The target's own, or made anew

@@ -54,7 +54,7 @@ def frozen_start(config: Config, features: Units, description: dict[str, Any], p
     key = f"{prefix}/start.json"
     train = {name: value for name, value in asdict(config.train).items() if name not in PLACEMENT}
     made_of = {"fingerprint": features.folder.rpartition("/")[2], "responses": description["responses"]}
-    settings = {"features": made_of, "drafter": asdict(config.drafter), "train": train}
+    settings = {"features": made_of, "drafter": config.drafter.made_of(), "train": train}
     if not features.files.exists(key):
         start = {"settings": settings, **_decided(config, features, description, prefix)}
         features.files.create(key, json.dumps(start, indent=1, sort_keys=True).encode())

@@ -72,6 +72,8 @@ def train_drafter(config: Config, features: Units, description: dict[str, Any], 
     `description` is that of the features: it names the boundaries, and the responses that the vocabulary is counted on.
     """
     files = features.files
+    if config.drafter.path:
+        raise ConfigError(f"drafter.path: {config.drafter.path!r} is another's drafter, which can only be served")
     if files.exists(f"{prefix}/summary.json"):
         return json.loads(files.read(f"{prefix}/summary.json"))
     began = time.time()
