@@ -83,9 +83,11 @@ def drafts(original: Any, self: Any, batch: Any, **options: Any) -> Any:
 
 
 def answer(result: Any, scheduler: Any) -> None:
-    """Leave <folder>/<pid>.facts."""
+    """Leave <folder>/<pid>.facts. Only the first rank does: its shards of embedding and head begin at row 0."""
+    from sglang.srt.runtime_context import get_parallel
+
     folder = os.environ[WATCH_VARIABLE]
-    if not os.path.isdir(folder) or scheduler.draft_worker is None:
+    if get_parallel().tp_rank or not os.path.isdir(folder) or scheduler.draft_worker is None:
         return
     path = os.path.join(folder, f"{os.getpid()}.facts")
     tensors, told = facts(scheduler)
