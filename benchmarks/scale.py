@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import shutil
 import statistics
 import subprocess
@@ -16,8 +17,9 @@ import sys
 import tempfile
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import psutil
 import ray
@@ -27,12 +29,13 @@ from ray.cluster_utils import Cluster
 from eagle3_ray.engines.base import RequestError, answer
 from eagle3_ray.engines.sglang import SGLangEngine, context_length
 from eagle3_ray.extract import extract
-from eagle3_ray.prepare import Corpus, prepare
+from eagle3_ray.prepare import Corpus, Prompt, prepare
 from eagle3_ray.run import Run, open_run
 from ray_jobs import typed
 
 ROOT = Path(__file__).resolve().parent.parent
 ENGINES = 2
+_warm: Any = None  # of an engine's process: where all of them wait for the slowest
 
 
 def tiny_target(folder: Path) -> Path:
@@ -51,27 +54,41 @@ def tiny_target(folder: Path) -> Path:
 
 
 def engine_seconds(run: Run, corpus: Corpus, samples: int) -> float:
-    """A sample's time with nothing around the engines, once all of them are up and warm."""
-    engines = [SGLangEngine(run.config, run.folder, run.spec) for _ in range(ENGINES)]
-    prompts = [prompt for unit in corpus.units for prompt in corpus.read(unit)][: 2 * samples]
-    room = context_length(run.config, run.folder)
+    """A sample's time with nothing around the engines, each in a process of its own, once both are up and warm."""
+    prompts = [prompt for unit in corpus.units for prompt in corpus.read(unit)]
+    shares = [prompts[number : 2 * samples : ENGINES] for number in range(ENGINES)]  # half of each is to warm up
+    context = multiprocessing.get_context("spawn")
+    warm = context.Barrier(ENGINES)
+    with ProcessPoolExecutor(ENGINES, context, initializer=_keep, initargs=(warm,)) as pool:
+        spans = list(pool.map(_one_engine, [run] * ENGINES, shares))
+    return (max(end for _, end in spans) - min(start for start, _ in spans)) / samples
 
-    def work(number: int) -> None:
-        engine, prompt = engines[number % ENGINES], prompts[number]
+
+def _keep(barrier: Any) -> None:
+    global _warm
+    _warm = barrier
+
+
+def _one_engine(run: Run, prompts: list[Prompt]) -> tuple[float, float]:
+    """When the second half of the prompts began, and when it was captured."""
+    engine, room = SGLangEngine(run.config, run.folder, run.spec), context_length(run.config, run.folder)
+
+    def work(prompt: Prompt) -> None:
         try:
             engine.capture([answer(engine, prompt.segments, run.config.sampling, room).token_ids])
         except RequestError as error:
             print(f"{prompt.id}: {error}")
 
     try:
-        with ThreadPoolExecutor(ENGINES * run.config.hardware.max_inflight) as pool:
-            list(pool.map(work, range(samples)))  # warm
-            start = time.monotonic()
-            list(pool.map(work, range(samples, len(prompts))))
-            return (time.monotonic() - start) / (len(prompts) - samples)
+        half = len(prompts) // 2
+        with ThreadPoolExecutor(run.config.hardware.max_inflight) as pool:
+            list(pool.map(work, prompts[:half]))
+            _warm.wait()
+            start = time.time()
+            list(pool.map(work, prompts[half:]))
+            return start, time.time()
     finally:
-        for engine in engines:
-            engine.close()
+        engine.close()
 
 
 def watch(sizes: list[float], stop: threading.Event) -> None:
