@@ -9,11 +9,13 @@ import threading
 import time
 from multiprocessing import Pipe
 from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from eagle3_ray.engines.sglang_child import serve
+from eagle3_ray.engines.sglang_child import scheduler_pids, serve
 
 uvloop = pytest.importorskip("uvloop")
 
@@ -43,3 +45,12 @@ def test_long_messages_come_whole_however_slowly_either_side_is_served() -> None
     ours.close()
     child.join(10)
     assert not child.is_alive()
+
+
+def test_schedulers_are_told_by_their_title_or_by_what_they_answered(tmp_path: Path) -> None:
+    titles = {7: ["sglang::scheduler_TP1"], 5: ["sglang::scheduler_TP0"], 6: ["sglang::detokenizer"], 4: []}
+    family: list = [SimpleNamespace(pid=pid, cmdline=lambda words=words: words) for pid, words in titles.items()]
+    (tmp_path / "5.hooked").write_text("{}")
+    assert scheduler_pids(family, tmp_path) == [5, 7]  # 7 did not answer, which is for `plugin_answers` to say
+    assert scheduler_pids(family[2:], tmp_path) == [5]
+    assert scheduler_pids(family[2:], tmp_path / "none") == []

@@ -86,12 +86,12 @@ def start(setup: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     else:
         engine = sglang.Engine(**args)
     family = psutil.Process().children(recursive=True)
-    if cluster:
-        pids = [int(path.stem) for path in capture_dir.glob("*.hooked")]  # those on this node; Ray watches them all
-    else:
-        pids = sorted(process.pid for process in family if "sglang::scheduler" in "".join(process.cmdline()))
+    pids = scheduler_pids(
+        [] if cluster else family, capture_dir
+    )  # of several nodes those on this; Ray watches them all
     if not pids and not (cluster and not setup["boundaries"]):
-        raise RuntimeError("sglang names no scheduler process")
+        names = [" ".join(process.cmdline())[:60] for process in family]
+        raise RuntimeError(f"sglang names no scheduler process; its children are {names}")
     captures: dict[str, Any] = {"hooked": {}, "layers_to_capture": []}
     if setup["boundaries"]:
         captures = plugin_answers(capture_dir, pids, setup["boundaries"])
@@ -105,6 +105,15 @@ def start(setup: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         "resolved": {name: getattr(resolved, name) for name in RESOLVED if hasattr(resolved, name)},
         "shared_memory": sorted(shared_memory([os.getpid(), *(process.pid for process in family)])),
     }
+
+
+def scheduler_pids(family: list[psutil.Process], folder: Path) -> list[int]:
+    """The processes that SGLang titled as schedulers; where none is, those that answered from the plugin.
+
+    A scheduler that is up may show no title: seen once, in three starts in a row of one actor, for no reason found.
+    """
+    titled = [process.pid for process in family if "sglang::scheduler" in "".join(process.cmdline())]
+    return sorted(titled or [int(path.stem) for path in folder.glob("*.hooked")])
 
 
 def plugin_answers(folder: Path, pids: list[int], boundaries: list[int]) -> dict[str, Any]:
