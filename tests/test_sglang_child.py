@@ -23,7 +23,9 @@ uvloop = pytest.importorskip("uvloop")
 class Echo:
     """Answers with the ids that it was given, many times over: more than the pipe holds."""
 
-    async def async_generate(self, input_ids: list[int], sampling_params: dict[str, Any]) -> dict[str, Any]:
+    async def async_generate(
+        self, input_ids: list[int], sampling_params: dict[str, Any], rid: str | None, cache_salt: str | None
+    ) -> dict[str, Any]:
         return {"output_ids": 40 * input_ids, "meta_info": {}}
 
 
