@@ -26,7 +26,7 @@ import ray
 from hydra import compose, initialize_config_dir
 from ray.cluster_utils import Cluster
 
-from eagle3_ray.engines.base import RequestError, answer
+from eagle3_ray.engines.base import RequestError, answer, each
 from eagle3_ray.engines.sglang import SGLangEngine, context_length
 from eagle3_ray.extract import extract
 from eagle3_ray.prepare import Corpus, Prompt, prepare
@@ -70,22 +70,27 @@ def _keep(barrier: Any) -> None:
 
 
 def _one_engine(run: Run, prompts: list[Prompt]) -> tuple[float, float]:
-    """When the second half of the prompts began, and when it was captured."""
+    """When the second half of the prompts began, and when it was captured. As the stage does, a unit is answered first
+    and captured then: taken one by one, prefills would break into the others' decoding."""
     engine, room = SGLangEngine(run.config, run.folder, run.spec), context_length(run.config, run.folder)
 
-    def work(prompt: Prompt) -> None:
-        try:
-            engine.capture([answer(engine, prompt.segments, run.config.sampling, room).token_ids])
-        except RequestError as error:
-            print(f"{prompt.id}: {error}")
+    def respond(prompt: Prompt) -> list[int]:
+        return answer(engine, prompt.segments, run.config.sampling, room).token_ids
+
+    def work(some: list[Prompt], pool: ThreadPoolExecutor) -> None:
+        for start in range(0, len(some), run.config.prompts.unit_size):
+            answered = each(
+                respond, some[start : start + run.config.prompts.unit_size], run.config.hardware.max_inflight
+            )
+            list(pool.map(lambda ids: engine.capture([ids]), [a for a in answered if not isinstance(a, RequestError)]))
 
     try:
         half = len(prompts) // 2
         with ThreadPoolExecutor(run.config.hardware.max_inflight) as pool:
-            list(pool.map(work, prompts[:half]))
+            work(prompts[:half], pool)
             _warm.wait()
             start = time.time()
-            list(pool.map(work, prompts[half:]))
+            work(prompts[half:], pool)
             return start, time.time()
     finally:
         engine.close()
