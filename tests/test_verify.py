@@ -94,7 +94,8 @@ def tiny_case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     make_target = {"qwen3": tiny_qwen3, "deepseek": tiny_deepseek_v3}[request.param]
     target = make_target(folder / "target", vocab=49152, layers=8)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        shutil.copy(smollm2 / name, target)
+        if (smollm2 / name).exists():
+            shutil.copy(smollm2 / name, target)
     return make(folder, target, "capture.boundaries=[2,4,6]")
 
 
