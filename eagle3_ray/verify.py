@@ -50,21 +50,21 @@ TOLERANCE = {"float32": 1e-3, "bfloat16": 0.25, "float16": 0.05}  # of a draft l
 # ---------------------------------------------------------------- the stage
 
 
-def verify(run: Run, corpus: Corpus, features: Units, drafter: str) -> dict[str, Any]:
+def verify(run: Run, corpus: Corpus, features: Units, drafter: str, anew: bool = False) -> dict[str, Any]:
     """Judge what the engine that serves the exported `drafter` was seen to do; the summary is kept beside the drafter.
 
-    What `watching` has left is judged; where there is nothing, an engine is started for it. Ray must be running. The
-    summary's `verdict` is aligned or misaligned; `causes` say why, in words.
+    What `watching` has left is judged; where there is nothing, or with `anew` (files may have been edited since), an
+    engine is started for it. Ray must be running. The summary's `verdict` is aligned or misaligned; `causes` say why.
     """
     if run.config.engine.name != "sglang":
         raise ConfigError(f"engine.name: only sglang serves a drafter, {run.config.engine.name} does not")
     key = _key(run, features, drafter)
-    summary = run.read_json(f"{key}/summary.json")
-    if summary is not None:
+    summary = None if anew else run.read_json(f"{key}/summary.json")
+    if summary is not None and "failed" not in summary:  # an engine may fail for reasons that pass
         return summary
     hardware = run.config.hardware
     takes = {"num_cpus": hardware.cpus_per_actor, "num_gpus": hardware.gpus_per_actor, **actor_options(hardware)}
-    measured = run.read_json(f"{key}/measured.json")
+    measured = None if anew else run.read_json(f"{key}/measured.json")
     if measured is None:
         measured = ray.get(ray.remote(**takes, max_retries=1)(_alone).remote(run, corpus, features, drafter))
     causes = judge(measured)

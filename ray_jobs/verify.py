@@ -21,7 +21,7 @@ def main(run: Run) -> None:
     corpus = prepare(run, run.config.prompts)
     features, _ = run.features(corpus.fingerprint)
     with cluster(run.config.cluster):
-        summary = verify(run, corpus, features, run.drafter(features))
+        summary = verify(run, corpus, features, run.drafter(features), anew=True)
     say(summary)
     sys.exit(summary["verdict"] != "aligned")
 

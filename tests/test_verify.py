@@ -112,6 +112,10 @@ def assert_aligned(code: int, summary: dict[str, Any], limit: float) -> None:
 def test_a_clean_drafter_is_aligned(smollm2_case: Case, tmp_path: Path) -> None:
     shutil.copytree(smollm2_case.home, tmp_path / "home")
     assert_aligned(*smollm2_case.verify(tmp_path / "home"), 1e-4)
+    (config,) = (tmp_path / "home").glob("drafters/*/export/config.json")
+    config.write_text(config.read_text().replace("100000.0", "10000.0"))  # RoPE's theta: an old verdict is no proof
+    code, summary = smollm2_case.verify(tmp_path / "home")
+    assert (code, summary["verdict"]) == (1, "misaligned")
 
 
 @pytest.mark.engine
