@@ -121,7 +121,7 @@ def main() -> None:
     parser.add_argument("--store", type=Path, required=True, help="responses, features and results")
     parser.add_argument("--rows", default="", help="NAME,… of: " + ", ".join(ROWS))
     parser.add_argument("--seeds", type=int, default=3, help="0 trains nothing")
-    parser.add_argument("--steps", type=int, default=400, help="optimizer steps of every row")
+    parser.add_argument("--steps", type=int, default=300, help="optimizer steps of every row")
     parser.add_argument("--own-answers", type=Path, help="JSONL of {messages} with the assistant's turns")
     parser.add_argument("--write", type=Path, metavar="docs/ablations.md")
     args = parser.parse_args()

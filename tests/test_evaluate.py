@@ -249,7 +249,7 @@ def test_what_sglang_or_the_walk_cannot_do_is_refused_before_any_engine_starts()
 
     assert refusal(temperature=-1.0) == "evaluate.temperature: -1.0 is less than 0"
     assert refusal(temperature=0.7).startswith("evaluate.temperature: 0.7, but with hardware.device=cpu")
-    assert refusal(sweep=[[2, 9000, 10]]) == "evaluate.topk: 9000 is more than drafter.draft_vocab_size=8192"
+    assert refusal(sweep=[[2, 9000, 10]]) == "evaluate.topk: 9000 is more than drafter.draft_vocab_size=4096"
     assert refusal(simulate=True, baseline=False).endswith("not with evaluate.baseline=False")
     assert refusal(simulate=True, topk=2).endswith("not with evaluate.topk=2")
 

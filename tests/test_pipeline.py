@@ -175,7 +175,7 @@ def test_the_exported_drafter_names_the_captured_layers(summary: dict) -> None:
     config = json.loads((folder / "config.json").read_text())
     assert config["architectures"] == ["LlamaForCausalLMEagle3"]
     assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [1, 14, 26]
-    assert load(folder).config.draft_vocab_size == 8192
+    assert load(folder).config.draft_vocab_size == 4096
 
 
 def test_a_second_run_repeats_nothing(summary: dict, submit) -> None:

@@ -174,9 +174,11 @@ class FusedLoss(torch.autograd.Function):
             h = hidden[at]  # [c, H]
             logits = (h @ weight.T).to(each.dtype)  # [c, Vd]
             each[at], greedy[at], grad = _slot_losses(kind, goal, logits)
-            if grad_hidden is not None and grad_weight is not None:
+            if any(ctx.needs_input_grad):
                 grad = grad.mul_(scale[at, None]).to(h.dtype)  # [c, Vd]
+            if grad_hidden is not None:
                 grad_hidden[at] = (grad @ weight).to(hidden.dtype)
+            if grad_weight is not None:
                 grad_weight += grad.T @ h
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.mark_non_differentiable(each, greedy)
@@ -184,8 +186,8 @@ class FusedLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        grad_hidden, grad_weight = ctx.saved_tensors
-        return grad * grad_hidden, grad * grad_weight, None, None, None, None, None
+        taken = [None if of is None else grad * of for of in ctx.saved_tensors]  # by hidden, by weight
+        return *taken, None, None, None, None, None
 
 
 def _slot_losses(kind: str, goal: Tensor, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
