@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import random
 import tempfile
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -148,6 +149,9 @@ def measure(
     others = [
         pair for some in (prompts[:half], prompts[half:]) if some for pair in engine.watch([i for _, i in some], greedy)
     ]
+    sequences = [sample.input_ids.tolist() for sample in samples] * 2
+    seen = list(zip(sequences, whole + again, strict=True))
+    seen += [(ids + r.token_ids, one) for (_, ids), (r, one) in zip(prompts * 2, answers + others, strict=True)]
     width = whole[0].states.shape[1]
     measured = {
         "samples": len(samples),
@@ -162,10 +166,7 @@ def measure(
         "drafter_faults": _drafter_faults(run, trained, folder),
         "in_force_faults": in_force_faults(tensors, trained, pieces),
         "sample_faults": sample_faults(corpus, samples),
-        "wrong_inputs": sum(
-            int((one.ids[:-1] != sample.input_ids[one.at[1:]].long()).sum())
-            for one, sample in zip(whole, samples, strict=True)
-        ),
+        "beside": beside(seen),
         "last_hidden": targets(engine, samples, pieces),
         "drafts": drafts(trained.drafter(pieces), answers, [ids for _, ids in prompts], run.config.evaluate.topk, facts)
         if width == len(boundaries) * hidden
@@ -251,6 +252,33 @@ def _as_stored(states: Tensor, dtype: str, boundaries: int) -> Tensor:
 def _coarser(*dtypes: str) -> str:
     order = ("float32", "float16", "bfloat16", "float8_e4m3")
     return max(dtypes, key=order.index)
+
+
+# ---------------------------------------------------------------- tokens and positions
+
+
+def beside(seen: list[tuple[list[int], Watched]]) -> dict[str, dict[str, Any]]:
+    """What stood beside the states, of whole sequences x and what was seen of each: {kind: rows, wrong_tokens, shifts}.
+
+    `wrong_tokens` counts rows of x_q without x_{q+1}; `shifts` {"0": rows, …} by how much RoPE's position is above q.
+    Kinds are prompt, verify, and draft: there a row is a draft step, the k-th of which lies k tokens further on.
+    """
+    found: dict[str, dict[str, Any]] = {
+        kind: {"rows": 0, "wrong_tokens": 0, "shifts": Counter()} for kind in ("prompt", "verify", "draft")
+    }
+    for ids, one in seen:
+        for kind, rows in (("prompt", ~one.verified), ("verify", one.verified)):
+            at, tokens = one.at[rows], one.ids[rows]  # [n], [n]
+            known = at + 1 < len(ids)
+            expected = torch.tensor(ids)[at[known] + 1]
+            found[kind]["rows"] += len(at)
+            found[kind]["wrong_tokens"] += int((tokens[known] != expected).sum())
+            found[kind]["shifts"].update(map(str, (one.positions[rows] - at).tolist()))
+        for drafted in one.drafted:
+            for step, positions in enumerate(drafted.positions):
+                found["draft"]["rows"] += len(positions)
+                found["draft"]["shifts"].update(str(position - drafted.length - step) for position in positions)
+    return found
 
 
 # ---------------------------------------------------------------- states
@@ -357,7 +385,7 @@ def drafts(
         best = logits.softmax(-1).max(-1)
         firsts.append(abs(float(best.values) - one.first[1]))
         if topk == 1:
-            chains += [(known[: n + 1], states[:n], said) for n, said in one.drafted if n < len(known)]
+            chains += [(known[: n + 1], states[:n], said) for n, said, _ in one.drafted if n < len(known)]
     same = []
     for ids, states, said in chains:
         ours = chain(drafter, ids, states, said[1:])
