@@ -29,7 +29,7 @@ from eagle3_ray.drafter.checkpoint import check_folder
 from eagle3_ray.drafter.model import Drafter
 from eagle3_ray.drafter.published import Published
 from eagle3_ray.drafter.target import TargetPieces, load_pieces
-from eagle3_ray.drafter.trained import Trained, chain, folder_faults, in_force_faults, read_trained
+from eagle3_ray.drafter.trained import Trained, chain, folder_faults, folder_warnings, in_force_faults, read_trained
 from eagle3_ray.engines.base import EngineError, Response
 from eagle3_ray.engines.sglang import SGLangEngine
 from eagle3_ray.engines.sglang_nodes import actor_options
@@ -54,12 +54,13 @@ TOLERANCE = {"float32": 1e-3, "bfloat16": 0.25, "float16": 0.05}  # of a draft l
 def verify(run: Run, corpus: Corpus, features: Units, drafter: str, anew: bool = False) -> dict[str, Any]:
     """Judge what the engine that serves the exported `drafter` was seen to do; the summary is kept beside the drafter.
 
-    What `watching` has left is judged; where there is nothing, or with `anew` (files may have been edited since), an
-    engine is started for it. Ray must be running. The summary's `verdict` is aligned or misaligned; `causes` say why.
+    What `watching` has left is judged; where there is nothing, or with `anew`, an engine is started for it. Ray must be
+    running. The summary's `verdict` is aligned or misaligned; `causes` say why, and `warnings` what is wrong without
+    harm. A kept one is of the files as they lie there now.
     """
     if run.config.engine.name != "sglang":
         raise ConfigError(f"engine.name: only sglang serves a drafter, {run.config.engine.name} does not")
-    key = _key(run, features, drafter)
+    key = verification_key(run, features, drafter)
     summary = None if anew else run.read_json(f"{key}/summary.json")
     if summary is not None and "failed" not in summary:  # an engine may fail for reasons that pass
         return summary
@@ -91,7 +92,7 @@ def elsewhere(run: Run) -> dict[str, Any]:
 
 def watching(run: Run, corpus: Corpus, features: Units, drafter: str) -> Callable[[SGLangEngine, Path], None] | None:
     """What `evaluate` is to call with its engine, so that one served engine does both; None where all is measured."""
-    key = _key(run, features, drafter)
+    key = verification_key(run, features, drafter)
     if not run.config.verify.samples or any(run.files.exists(f"{key}/{name}.json") for name in ("summary", "measured")):
         return None
     return partial(_watch, run, corpus, features, drafter)
@@ -99,7 +100,7 @@ def watching(run: Run, corpus: Corpus, features: Units, drafter: str) -> Callabl
 
 def _watch(run: Run, corpus: Corpus, features: Units, drafter: str, engine: SGLangEngine, folder: Path) -> None:
     measured = measure(run, corpus, features, drafter, engine, folder)
-    run.write_json(f"{_key(run, features, drafter)}/measured.json", measured)
+    run.write_json(f"{verification_key(run, features, drafter)}/measured.json", measured)
 
 
 def _alone(run: Run, corpus: Corpus, features: Units, drafter: str) -> dict[str, Any]:
@@ -115,8 +116,8 @@ def _alone(run: Run, corpus: Corpus, features: Units, drafter: str) -> dict[str,
         return {"failed": str(error), "drafter_faults": faults}
 
 
-def _key(run: Run, features: Units, drafter: str) -> str:
-    """One verification each of drafter as exported, features as committed, and settings of the serving engine."""
+def verification_key(run: Run, features: Units, drafter: str) -> str:
+    """One verification each of drafter as it lies there, features as committed, and settings of the serving engine."""
     decides = {
         "exported": exported(run, drafter),
         "features": features.folder,
@@ -164,7 +165,8 @@ def measure(
         "drafter_dtype": description["engine_dtype"],
         "settings": differing(run.config, description),
         "drafter_faults": _drafter_faults(run, trained, folder),
-        "in_force_faults": in_force_faults(tensors, trained, pieces),
+        "warnings": folder_warnings(folder, pieces),
+        "in_force_faults": in_force_faults(tensors, trained, pieces, run.config.engine.dtype),
         "sample_faults": sample_faults(corpus, samples),
         "beside": beside(seen),
         "last_hidden": targets(engine, samples, pieces),
