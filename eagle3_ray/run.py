@@ -144,6 +144,8 @@ def open_run(config: Config) -> Run:
         from eagle3_ray.drafter.published import Published  # torch: seconds that other runs need not wait
 
         Published(config.drafter, model, len(spec.boundaries), config.store.storage_options)
+    if config.export.format != "sglang":
+        _check_format(config, model, list(spec.boundaries))
     room = int(model_value(model, "max_position_embeddings"))
     for name, new in (
         ("sampling.max_new_tokens", config.sampling.max_new_tokens),
@@ -152,6 +154,24 @@ def open_run(config: Config) -> Run:
         if new >= room:
             raise ConfigError(f"{name}: {new} leaves no room for a prompt in the target's context of {room}")
     return Run(config, files, model, describe_target(config.target, folder), spec)
+
+
+def _check_format(config: Config, model: dict[str, Any], boundaries: list[int]) -> None:
+    """ConfigError unless export.format can be exact for the drafter of these settings."""
+    from eagle3_ray.drafter.formats import refusals
+    from eagle3_ray.drafter.published import Published
+    from eagle3_ray.drafter.shape import drafter_config
+
+    settings = config.drafter
+    if settings.start_from:
+        shape = Published(settings, model, len(boundaries), config.store.storage_options).config
+    else:
+        shape = drafter_config(settings, model, len(boundaries), settings.draft_vocab_size)
+    found = refusals(shape, boundaries, config.export.format)
+    if found:
+        raise ConfigError(
+            f"export.format: {config.export.format!r} would take this drafter otherwise: {'; '.join(found)}"
+        )
 
 
 def check_values(config: Config) -> None:

@@ -55,8 +55,10 @@ def test_an_export_has_no_fault(trained: Trained, tmp_path: Path) -> None:
     assert folder_faults(trained, tmp_path / "export", "bfloat16") == []
 
 
-def halved(weights: dict[str, torch.Tensor]) -> None:
-    """As a tool that knows float16 alone converts them."""
+def halved(weights: dict[str, torch.Tensor], config: dict[str, Any] | None = None) -> None:
+    """As a tool that knows float16 alone converts them; with `config` it says so there, too."""
+    if config is not None:
+        config["dtype"] = "float16"
     weights |= {name: t.half() for name, t in weights.items() if t.is_floating_point()}
 
 
@@ -65,6 +67,10 @@ FAULTS: list[tuple[Callable[[dict[str, Any], dict[str, torch.Tensor]], Any], str
     (lambda config, _: config.update(rms_norm_eps=1e-6), "rms_norm_eps is 1e-06, trained was 1e-05"),
     (lambda config, _: config.update(dtype="float16"), "dtype is float16, exported was bfloat16"),
     (lambda config, _: config.update(torch_dtype="float16"), "torch_dtype is float16, exported was bfloat16"),
+    (
+        lambda config, weights: halved(weights, config),
+        "dtype is float16, exported was bfloat16; embed_tokens.weight (and",
+    ),
     (lambda _, weights: halved(weights), "embed_tokens.weight (and 13 more) is stored in float16, exported was bfloat"),
     (lambda config, _: config.pop("norm_output"), "norm_output is None, trained was False"),
     (lambda _, weights: weights.update(d2t=torch.arange(0, 64, 4)), "d2t holds the target's ids themselves"),

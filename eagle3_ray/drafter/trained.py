@@ -64,16 +64,24 @@ def folder_faults(trained: Trained, folder: Path, dtype: str) -> list[str]:
     for name, value in sorted(trained.config.items()):
         if name not in SAYS_NOTHING and config.get(name) != value:
             faults.append(f"config.json: {name} is {config.get(name)!r}, trained was {value!r}")
-    for name in ("dtype", "torch_dtype"):
-        if config.get(name) not in (None, dtype):
-            faults.append(f"config.json: {name} is {config[name]}, exported was {dtype}")
-    others = [name for name, t in weights.items() if t.is_floating_point() and t.dtype != getattr(torch, dtype)]
-    if others:
-        stored, more = str(weights[others[0]].dtype).removeprefix("torch."), f" (and {len(others) - 1} more)"
-        faults.append(f"{others[0]}{more * (len(others) > 1)} is stored in {stored}, exported was {dtype}")
+    faults += _dtype_faults(config, weights, dtype)
     for name, value in trained.weights.items():
         faults += _tensor_faults(name, value, weights.get(name), trained, dtype)
     return faults
+
+
+def _dtype_faults(config: dict[str, Any], weights: dict[str, Tensor], dtype: str) -> Iterator[str]:
+    others = [name for name, t in weights.items() if t.is_floating_point() and t.dtype != getattr(torch, dtype)]
+    stored = ""
+    if others:
+        more = f" (and {len(others) - 1} more)" if len(others) > 1 else ""
+        stored = f"{others[0]}{more} is stored in {str(weights[others[0]].dtype).removeprefix('torch.')}"
+    said = {name: config[name] for name in ("dtype", "torch_dtype") if config.get(name) not in (None, dtype)}
+    if said:
+        name, value = next(iter(said.items()))
+        yield f"config.json: {name} is {value}, exported was {dtype}{'; ' if stored else ''}{stored}"
+    elif stored:
+        yield f"{stored}, exported was {dtype}"
 
 
 def folder_warnings(folder: Path, pieces: TargetPieces) -> list[str]:
