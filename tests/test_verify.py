@@ -55,7 +55,7 @@ TINY = {
     "permuted": PERMUTED.format(2, 4),
     "absolute d2t": "d2t holds the target's ids themselves",
 }
-# To DeepSeek's class [1, 3, 5] and [2, 4, 6] are the same states, since a first id of 1 adds 1 to all; [3, 5, 7] are not
+# To DeepSeek's class ids [1, 3, 5] and [2, 4, 6] are the same states, since a first id of 1 adds 1; [3, 5, 7] are not
 LATENT = {"ids two too high": TINY["ids one too high"]} | {k: TINY[k] for k in ("permuted", "absolute d2t")}
 
 
