@@ -23,6 +23,7 @@ from eagle3_ray.drafter.model import Batch, Drafter
 from eagle3_ray.drafter.shape import read_config
 from eagle3_ray.drafter.target import TargetPieces
 from eagle3_ray.store.filesystem import Filesystem
+from eagle3_ray.store.tensors import Tensors
 
 SAYS_NOTHING = {"dtype", "transformers_version"}  # in config.json, of what was trained
 
@@ -85,13 +86,16 @@ def _dtype_faults(config: dict[str, Any], weights: dict[str, Tensor], dtype: str
 
 
 def folder_warnings(folder: Path, pieces: TargetPieces) -> list[str]:
-    """What is wrong in the served folder and does no harm in SGLang, in words."""
-    config, weights = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
-    own = config.get("target_hidden_size", config["hidden_size"]) != config["hidden_size"]
-    there = weights.get(EMBEDDING)
-    if own or there is None or (there.shape == pieces.embedding.shape and _same(there, pieces.embedding)):
+    """What is wrong in the served folder, ours or not, and does no harm in SGLang, in words."""
+    config, tensors = json.loads((folder / "config.json").read_text()), Tensors(Filesystem(str(folder.resolve())))
+    names = [name for name in tensors.names() if name.removeprefix("model.") == EMBEDDING]
+    own = config.get("target_hidden_size") not in (None, config.get("hidden_size"))
+    if own or not names:
         return []
-    return [f"{EMBEDDING} in the file is not the target's; SGLang puts the target's in its place, others may not"]
+    there = tensors.read(names[0])
+    if there.shape == pieces.embedding.shape and _same(there, pieces.embedding):
+        return []
+    return [f"{names[0]} in the file is not the target's; SGLang puts the target's in its place, others may not"]
 
 
 def _tensor_faults(name: str, trained: Tensor, there: Tensor | None, all_trained: Trained, dtype: str) -> Iterator[str]:
