@@ -94,7 +94,8 @@ def prompt_rows(original: Any, self: Any, batch: Any, states: Tensor, *args: Any
 def accepted_rows(original: Any, self: Any, batch: Any, result: Any, **options: Any) -> Any:
     """The verified rows [B * D, W] of result, the accepted ones of each request in front."""
     watched = [i for i, request in enumerate(batch.reqs) if _is_watched(request)]
-    rows, before = {}, {}  # of each; before the call, which may change what batch and result hold
+    rows: dict[int, slice] = {}
+    before: dict[int, tuple[int, Tensor, Tensor]] = {}  # before the call, which may change what batch and result hold
     for i in watched:
         start = i * self.speculative_num_draft_tokens
         rows[i] = slice(start, start + int(result.accept_lens[i]))
