@@ -68,7 +68,7 @@ def judge(measured: dict[str, Any]) -> list[str]:
     """Every cause of misalignment in words; none means aligned. `measured` is what `verify.measure` returns."""
     if "failed" in measured:
         return [*measured["drafter_faults"], f"the serving engine failed: {measured['failed']}"]
-    causes = [*measured["drafter_faults"], *_in_force(measured), *_samples(measured)]
+    causes = [*measured["drafter_faults"], *_in_force(measured), *_beside(measured), *_samples(measured)]
     if measured["width"] == len(measured["trained"]) * measured["hidden_size"]:
         causes += _states(measured)
     causes += _targets(measured)
@@ -107,13 +107,27 @@ def _layers(served: Sequence[int], trained: Sequence[int]) -> str:
     return f"other layer ids: boundary {pairs}"
 
 
+def _beside(measured: dict[str, Any]) -> list[str]:
+    """Tokens and positions beside the states."""
+    causes = []
+    for kind, of in measured["beside"].items():
+        if of["wrong_tokens"]:
+            causes.append(
+                f"the drafter's tokens are shifted: on {of['wrong_tokens']} of {of['rows']} {kind} rows the token "
+                "beside the state of x_q is not x_{q+1}"
+            )
+        wrong = {shift: rows for shift, rows in of["shifts"].items() if shift != "0"}
+        if wrong:
+            most = max(wrong, key=wrong.__getitem__)
+            causes.append(
+                f"the drafter's positions are shifted: on {sum(wrong.values())} of {of['rows']} {kind} rows RoPE has "
+                f"not position q for slot q, but mostly q{int(most):+d}"
+            )
+    return causes
+
+
 def _samples(measured: dict[str, Any]) -> list[str]:
     causes = []
-    if measured["wrong_inputs"]:
-        causes.append(
-            f"the drafter's tokens are shifted: on {measured['wrong_inputs']} of {measured['rows']['prompt']} prompt "
-            "rows the token beside the state of x_q is not x_{q+1}"
-        )
     for kind in sorted({fault["kind"] for fault in measured["sample_faults"]}):
         of = [fault for fault in measured["sample_faults"] if fault["kind"] == kind]
         causes.append(f"{kind}: {of[0]['words']} (sample {of[0]['id']}; {len(of)} of {measured['samples']} samples)")

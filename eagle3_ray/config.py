@@ -20,6 +20,7 @@ VOCABULARIES = ("tokens", "probability", "start")
 INITIAL_FC = ("top", "average", "random")
 INITIAL_LM_HEAD = ("target", "random")
 EMBEDDINGS = ("target", "none")
+FORMATS = ("sglang", "vllm", "speculators")
 
 
 class ConfigError(ValueError):
@@ -226,10 +227,13 @@ class ExportConfig:
     """The folder that SGLang serves."""
 
     embedding: str = "target"  # target (a copy in the file) | none (SGLang puts the target's own there anyway)
+    format: str = "sglang"  # sglang | vllm | speculators: the last two lie beside it, and are refused where not exact
 
 
 def check_export(settings: ExportConfig, drafter: DrafterConfig, target: dict[str, Any]) -> None:
     """ConfigError unless SGLang serves a drafter without an embedding, if it shall have none."""
+    if settings.format not in FORMATS:
+        raise ConfigError(f"export.format: {settings.format!r} is none of {', '.join(FORMATS)}")
     if settings.embedding not in EMBEDDINGS:
         raise ConfigError(f"export.embedding: {settings.embedding!r} is none of {', '.join(EMBEDDINGS)}")
     if settings.embedding == "none" and drafter.hidden_size not in (None, target["hidden_size"]):

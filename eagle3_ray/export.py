@@ -9,8 +9,10 @@ from typing import Any
 
 import ray
 
+from eagle3_ray.capture import target_config
 from eagle3_ray.card import publish_card
-from eagle3_ray.config import ConfigError
+from eagle3_ray.config import FORMATS, ConfigError
+from eagle3_ray.drafter import formats
 from eagle3_ray.drafter.checkpoint import check_folder
 from eagle3_ray.drafter.faults import EMBEDDING
 from eagle3_ray.engines.sglang import ask_layer_ids
@@ -18,7 +20,7 @@ from eagle3_ray.run import Run
 from eagle3_ray.store.commits import Units
 from eagle3_ray.store.filesystem import Filesystem
 from eagle3_ray.store.tensors import Tensors
-from eagle3_ray.train.trainer import export_drafter
+from eagle3_ray.train.trainer import export_drafter, trained_drafter
 
 
 class ExportError(RuntimeError):
@@ -29,16 +31,18 @@ def export(run: Run, features: Units, drafter: str) -> dict[str, Any]:
     """Export the drafter trained below the key `drafter`, with the target's own SGLang layer ids. Ray must be running.
 
     The ids are asked of SGLang where its engines run, not on the driver, which may have no sglang. ExportError where
-    SGLang would take the folder otherwise than it is meant; then nothing is uploaded.
+    SGLang would take the folder otherwise than it is meant; then nothing is uploaded. With another export.format, its
+    folder lies beside the one for SGLang, and the answer names it as `also`.
     """
     done = run.read_json(f"{drafter}/export.json")
     if done is not None and done.get("embedding") == run.config.export.embedding:
-        return done
+        return done | _beside(run, drafter, done["boundaries"])
     if not run.files.exists(f"{drafter}/summary.json"):
         raise ConfigError(f"no finished drafter at {run.files.url(drafter)}; run ray_jobs.train first")
     boundaries = features.description()["boundaries"]
     ask = ray.remote(num_cpus=1, num_gpus=0.01 if run.config.hardware.device == "cuda" else 0)(ask_layer_ids)
-    return export_with(run, features, drafter, ray.get(ask.remote(run.config, boundaries)))
+    done = export_with(run, features, drafter, ray.get(ask.remote(run.config, boundaries)))
+    return done | _beside(run, drafter, boundaries)
 
 
 def export_with(run: Run, features: Units, drafter: str, layer_ids: list[int]) -> dict[str, Any]:
@@ -51,6 +55,8 @@ def export_with(run: Run, features: Units, drafter: str, layer_ids: list[int]) -
             raise ExportError("SGLang would not serve this drafter as it was trained: " + "; ".join(faults))
         if run.files.exists(f"{drafter}/export.json"):  # of an export with other settings
             run.files.delete(f"{drafter}/export.json")
+        for form in FORMATS:
+            run.files.delete(f"{drafter}/export-{form}/config.json")
         for path in sorted(folder.iterdir()):
             run.files.upload(path, f"{drafter}/export/{path.name}")
         summary = {
@@ -65,6 +71,27 @@ def export_with(run: Run, features: Units, drafter: str, layer_ids: list[int]) -
     publish_card(run, features, drafter, summary)
     run.write_json(f"{drafter}/export.json", summary)
     return summary
+
+
+def _beside(run: Run, drafter: str, boundaries: list[int]) -> dict[str, str]:
+    """The folder of export.format, if that is not SGLang's own. Its config.json comes last: with it, it is whole."""
+    config, form = run.config, run.config.export.format
+    key = f"{drafter}/export-{form}"
+    if form == "sglang":
+        return {}
+    if not run.files.exists(f"{key}/config.json"):
+        dtype, embedding = config.engine.dtype, config.export.embedding == "target"
+        architectures = target_config(run.folder).get("architectures") or []
+        served = {"target": config.target.path, "architectures": architectures, "num_steps": config.evaluate.num_steps}
+        with tempfile.TemporaryDirectory(prefix="eagle3-ray-") as scratch:
+            made = trained_drafter(config, run.files, drafter, dtype)
+            try:
+                formats.write(Path(scratch), made, boundaries, form, dtype, embedding, served)
+            except ValueError as error:
+                raise ExportError(f"export.format: {error}") from None
+            for name in ("model.safetensors", "config.json"):
+                run.files.upload(Path(scratch, name), f"{key}/{name}")
+    return {"also": run.files.url(key)}
 
 
 def _parameters(folder: Path, target_hidden_size: int) -> dict[str, Any]:

@@ -41,6 +41,8 @@ from eagle3_ray.config import (
 from eagle3_ray.store.commits import Units
 from eagle3_ray.store.filesystem import Filesystem, StoreError
 
+CARD = "README.md"
+
 
 @dataclass(frozen=True)
 class Run:
@@ -89,19 +91,27 @@ class Run:
 
 
 def exported(run: Run, drafter: str) -> dict[str, Any]:
-    """What tells the served drafter apart: export.json of the one at the key `drafter`; of drafter.path, its files."""
+    """What tells the served drafter apart: `files` {name: sha256}, as they lie there now, whatever was edited since its
+    export; of the one at the key `drafter` also its export.json."""
     path = run.config.drafter.path
     if not path:
         found = run.read_json(f"{drafter}/export.json")
         if found is None:
             raise ConfigError(f"no exported drafter at {run.files.url(drafter)}; run ray_jobs.export first")
-        return found
+        return found | {"files": _digests(run.files, f"{drafter}/export")}
     try:
-        files = Filesystem(path, run.config.store.storage_options)
-        config = json.loads(files.read("config.json"))
-        return {"drafter_path": path, "config": config, "sizes": {key: files.size(key) for key in files.list("")}}
-    except (StoreError, OSError, ValueError) as error:
+        digests = _digests(Filesystem(path, run.config.store.storage_options), "")
+        if "config.json" not in digests:
+            raise FileNotFoundError("it holds no config.json")
+        return {"drafter_path": path, "files": digests}
+    except (StoreError, OSError) as error:
         raise ConfigError(f"drafter.path: no drafter at {path!r}: {error}") from None
+
+
+def _digests(files: Filesystem, folder: str) -> dict[str, str]:
+    """Of all but the model card, which an evaluation changes."""
+    keys = [key for key in files.list(folder) if not key.endswith(CARD)]
+    return {key[len(folder) :].lstrip("/"): files.sha256(key) for key in keys}
 
 
 def open_run(config: Config) -> Run:
@@ -134,6 +144,8 @@ def open_run(config: Config) -> Run:
         from eagle3_ray.drafter.published import Published  # torch: seconds that other runs need not wait
 
         Published(config.drafter, model, len(spec.boundaries), config.store.storage_options)
+    if config.export.format != "sglang":
+        _check_format(config, model, list(spec.boundaries))
     room = int(model_value(model, "max_position_embeddings"))
     for name, new in (
         ("sampling.max_new_tokens", config.sampling.max_new_tokens),
@@ -142,6 +154,24 @@ def open_run(config: Config) -> Run:
         if new >= room:
             raise ConfigError(f"{name}: {new} leaves no room for a prompt in the target's context of {room}")
     return Run(config, files, model, describe_target(config.target, folder), spec)
+
+
+def _check_format(config: Config, model: dict[str, Any], boundaries: list[int]) -> None:
+    """ConfigError unless export.format can be exact for the drafter of these settings."""
+    from eagle3_ray.drafter.formats import refusals
+    from eagle3_ray.drafter.published import Published
+    from eagle3_ray.drafter.shape import drafter_config
+
+    settings = config.drafter
+    if settings.start_from:
+        shape = Published(settings, model, len(boundaries), config.store.storage_options).config
+    else:
+        shape = drafter_config(settings, model, len(boundaries), settings.draft_vocab_size)
+    found = refusals(shape, boundaries, config.export.format)
+    if found:
+        raise ConfigError(
+            f"export.format: {config.export.format!r} would take this drafter otherwise: {'; '.join(found)}"
+        )
 
 
 def check_values(config: Config) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import random
 import tempfile
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -28,7 +29,7 @@ from eagle3_ray.drafter.checkpoint import check_folder
 from eagle3_ray.drafter.model import Drafter
 from eagle3_ray.drafter.published import Published
 from eagle3_ray.drafter.target import TargetPieces, load_pieces
-from eagle3_ray.drafter.trained import Trained, chain, folder_faults, in_force_faults, read_trained
+from eagle3_ray.drafter.trained import Trained, chain, folder_faults, folder_warnings, in_force_faults, read_trained
 from eagle3_ray.engines.base import EngineError, Response
 from eagle3_ray.engines.sglang import SGLangEngine
 from eagle3_ray.engines.sglang_nodes import actor_options
@@ -53,12 +54,13 @@ TOLERANCE = {"float32": 1e-3, "bfloat16": 0.25, "float16": 0.05}  # of a draft l
 def verify(run: Run, corpus: Corpus, features: Units, drafter: str, anew: bool = False) -> dict[str, Any]:
     """Judge what the engine that serves the exported `drafter` was seen to do; the summary is kept beside the drafter.
 
-    What `watching` has left is judged; where there is nothing, or with `anew` (files may have been edited since), an
-    engine is started for it. Ray must be running. The summary's `verdict` is aligned or misaligned; `causes` say why.
+    What `watching` has left is judged; where there is nothing, or with `anew`, an engine is started for it. Ray must be
+    running. The summary's `verdict` is aligned or misaligned; `causes` say why, and `warnings` what is wrong without
+    harm. A kept one is of the files as they lie there now.
     """
     if run.config.engine.name != "sglang":
         raise ConfigError(f"engine.name: only sglang serves a drafter, {run.config.engine.name} does not")
-    key = _key(run, features, drafter)
+    key = verification_key(run, features, drafter)
     summary = None if anew else run.read_json(f"{key}/summary.json")
     if summary is not None and "failed" not in summary:  # an engine may fail for reasons that pass
         return summary
@@ -90,7 +92,7 @@ def elsewhere(run: Run) -> dict[str, Any]:
 
 def watching(run: Run, corpus: Corpus, features: Units, drafter: str) -> Callable[[SGLangEngine, Path], None] | None:
     """What `evaluate` is to call with its engine, so that one served engine does both; None where all is measured."""
-    key = _key(run, features, drafter)
+    key = verification_key(run, features, drafter)
     if not run.config.verify.samples or any(run.files.exists(f"{key}/{name}.json") for name in ("summary", "measured")):
         return None
     return partial(_watch, run, corpus, features, drafter)
@@ -98,7 +100,7 @@ def watching(run: Run, corpus: Corpus, features: Units, drafter: str) -> Callabl
 
 def _watch(run: Run, corpus: Corpus, features: Units, drafter: str, engine: SGLangEngine, folder: Path) -> None:
     measured = measure(run, corpus, features, drafter, engine, folder)
-    run.write_json(f"{_key(run, features, drafter)}/measured.json", measured)
+    run.write_json(f"{verification_key(run, features, drafter)}/measured.json", measured)
 
 
 def _alone(run: Run, corpus: Corpus, features: Units, drafter: str) -> dict[str, Any]:
@@ -114,8 +116,8 @@ def _alone(run: Run, corpus: Corpus, features: Units, drafter: str) -> dict[str,
         return {"failed": str(error), "drafter_faults": faults}
 
 
-def _key(run: Run, features: Units, drafter: str) -> str:
-    """One verification each of drafter as exported, features as committed, and settings of the serving engine."""
+def verification_key(run: Run, features: Units, drafter: str) -> str:
+    """One verification each of drafter as it lies there, features as committed, and settings of the serving engine."""
     decides = {
         "exported": exported(run, drafter),
         "features": features.folder,
@@ -148,6 +150,9 @@ def measure(
     others = [
         pair for some in (prompts[:half], prompts[half:]) if some for pair in engine.watch([i for _, i in some], greedy)
     ]
+    sequences = [sample.input_ids.tolist() for sample in samples] * 2
+    seen = list(zip(sequences, whole + again, strict=True))
+    seen += [(ids + r.token_ids, one) for (_, ids), (r, one) in zip(prompts * 2, answers + others, strict=True)]
     width = whole[0].states.shape[1]
     measured = {
         "samples": len(samples),
@@ -160,12 +165,10 @@ def measure(
         "drafter_dtype": description["engine_dtype"],
         "settings": differing(run.config, description),
         "drafter_faults": _drafter_faults(run, trained, folder),
-        "in_force_faults": in_force_faults(tensors, trained, pieces),
+        "warnings": folder_warnings(folder, pieces),
+        "in_force_faults": in_force_faults(tensors, trained, pieces, run.config.engine.dtype),
         "sample_faults": sample_faults(corpus, samples),
-        "wrong_inputs": sum(
-            int((one.ids[:-1] != sample.input_ids[one.at[1:]].long()).sum())
-            for one, sample in zip(whole, samples, strict=True)
-        ),
+        "beside": beside(seen),
         "last_hidden": targets(engine, samples, pieces),
         "drafts": drafts(trained.drafter(pieces), answers, [ids for _, ids in prompts], run.config.evaluate.topk, facts)
         if width == len(boundaries) * hidden
@@ -232,13 +235,9 @@ def _in_chunks(engine: SGLangEngine, ids: list[int]) -> Watched:
     salt, one = f"chunks-{id(ids)}-{len(ids)}", SamplingConfig(max_new_tokens=1)
     first, second = (engine.watch([some], one, salt)[0][1] for some in (ids[: len(ids) // 2], ids))
     missing = first.at < int(second.at[0])
-    return dataclasses.replace(
-        second,
-        at=torch.cat([first.at[missing], second.at]),
-        ids=torch.cat([first.ids[missing], second.ids]),
-        states=torch.cat([first.states[missing], second.states]),
-        verified=torch.cat([first.verified[missing], second.verified]),
-    )
+    of_rows = ("at", "positions", "ids", "states", "verified")
+    joined = {name: torch.cat([getattr(first, name)[missing], getattr(second, name)]) for name in of_rows}
+    return dataclasses.replace(second, **joined)
 
 
 def _as_stored(states: Tensor, dtype: str, boundaries: int) -> Tensor:
@@ -251,6 +250,33 @@ def _as_stored(states: Tensor, dtype: str, boundaries: int) -> Tensor:
 def _coarser(*dtypes: str) -> str:
     order = ("float32", "float16", "bfloat16", "float8_e4m3")
     return max(dtypes, key=order.index)
+
+
+# ---------------------------------------------------------------- tokens and positions
+
+
+def beside(seen: list[tuple[list[int], Watched]]) -> dict[str, dict[str, Any]]:
+    """What stood beside the states, of whole sequences x and what was seen of each: {kind: rows, wrong_tokens, shifts}.
+
+    `wrong_tokens` counts rows of x_q without x_{q+1}; `shifts` {"0": rows, …} by how much RoPE's position is above q.
+    Kinds are prompt, verify, and draft: there a row is a draft step, the k-th of which lies k tokens further on.
+    """
+    found: dict[str, dict[str, Any]] = {
+        kind: {"rows": 0, "wrong_tokens": 0, "shifts": Counter()} for kind in ("prompt", "verify", "draft")
+    }
+    for ids, one in seen:
+        for kind, rows in (("prompt", ~one.verified), ("verify", one.verified)):
+            at, tokens = one.at[rows], one.ids[rows]  # [n], [n]
+            known = at + 1 < len(ids)
+            expected = torch.tensor(ids)[at[known] + 1]
+            found[kind]["rows"] += len(at)
+            found[kind]["wrong_tokens"] += int((tokens[known] != expected).sum())
+            found[kind]["shifts"].update(map(str, (one.positions[rows] - at).tolist()))
+        for drafted in one.drafted:
+            for step, positions in enumerate(drafted.positions):
+                found["draft"]["rows"] += len(positions)
+                found["draft"]["shifts"].update(str(position - drafted.length - step) for position in positions)
+    return found
 
 
 # ---------------------------------------------------------------- states
@@ -357,7 +383,7 @@ def drafts(
         best = logits.softmax(-1).max(-1)
         firsts.append(abs(float(best.values) - one.first[1]))
         if topk == 1:
-            chains += [(known[: n + 1], states[:n], said) for n, said in one.drafted if n < len(known)]
+            chains += [(known[: n + 1], states[:n], said) for n, said, _ in one.drafted if n < len(known)]
     same = []
     for ids, states, said in chains:
         ours = chain(drafter, ids, states, said[1:])

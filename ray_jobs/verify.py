@@ -30,6 +30,8 @@ def say(summary: dict) -> None:
     print(f"verify: {summary['verdict']}")
     for cause in summary["causes"]:
         print(f"  {cause}")
+    for warning in summary.get("warnings", []):
+        print(f"  warning: {warning}")
 
 
 if __name__ == "__main__":

@@ -89,10 +89,21 @@ def random_embedding(_: Any, weights: dict[str, torch.Tensor]) -> None:
     weights["embed_tokens.weight"] = torch.randn_like(weights["embed_tokens.weight"].float()) * 0.02
 
 
-def half_precision(config: dict[str, Any], weights: dict[str, torch.Tensor]) -> None:
-    config["dtype"] = "float16"
+def weights_in_half(_: Any, weights: dict[str, torch.Tensor]) -> None:
+    """As a converter does it that knows fp16 alone, and leaves config.json as it is."""
     for name, tensor in weights.items():
         weights[name] = tensor.half() if tensor.is_floating_point() else tensor
+
+
+def half_precision(config: dict[str, Any], weights: dict[str, torch.Tensor]) -> None:
+    config["dtype"] = "float16"
+    weights_in_half(config, weights)
+
+
+def older_word_for_half(config: dict[str, Any], _: Any) -> None:
+    """What older tools call dtype, copied from another drafter's config.json."""
+    del config["dtype"]
+    config["torch_dtype"] = "float16"
 
 
 # ---------------------------------------------------------------- of the features
@@ -152,6 +163,7 @@ def mask_shifted(sample: Features) -> Features:
 EXPORT: dict[str, Edit] = {
     "ids one too high": ids_by(1),
     "ids one too low": ids_by(-1),
+    "ids two too high": ids_by(2),
     "one id apart": one_id_apart,
     "no eagle_config": no_eagle_config,
     "other theta": other_theta,
@@ -159,6 +171,8 @@ EXPORT: dict[str, Edit] = {
     "other t2d": other_t2d,
     "random embedding": random_embedding,
     "half precision": half_precision,
+    "weights in half precision": weights_in_half,
+    "torch_dtype of half precision": older_word_for_half,
 }
 FEATURES: dict[str, Callable[[Features], Features]] = {
     "permuted": permuted,
@@ -177,6 +191,7 @@ def retaken(fault: str, target: Target) -> Callable[[Features], Features]:
 
 
 def main(store: Path, faults: str, folder: Path) -> None:
+    """`faults` of one kind after the other: those of the export and those of the features do not touch each other."""
     for fault in faults.split(" + "):
         if fault in EXPORT:
             edit_export(store, EXPORT[fault])

@@ -28,7 +28,11 @@ CLEAN: dict[str, Any] = {
     "drafter_faults": [],
     "in_force_faults": [],
     "sample_faults": [],
-    "wrong_inputs": 0,
+    "beside": {
+        "prompt": {"rows": 100, "wrong_tokens": 0, "shifts": {"0": 100}},
+        "verify": {"rows": 40, "wrong_tokens": 0, "shifts": {"0": 40}},
+        "draft": {"rows": 60, "wrong_tokens": 0, "shifts": {"0": 60}},
+    },
     "rows": {"prompt": 100, "verify": 40},
     "errors": {
         "prompt": {"median": [2e-7] * 3, "p95": [8e-7] * 3},
@@ -61,7 +65,18 @@ CASES = [
     ({"facts": {"layers_to_capture": [2, 15]}}, "boundaries [2, 15] are served, [2, 15, 27] were trained"),
     ({"facts": {"algorithm": "EAGLE"}, "width": 8}, "the drafter gets 8 numbers a token, not 3 boundaries of 8"),
     ({"facts": {"target_dtype": "float16"}}, "the target is served in float16, and float32 is what was trained for"),
-    ({"wrong_inputs": 7}, "on 7 of 100 prompt rows"),
+    (
+        {"beside": {"prompt": {"rows": 100, "wrong_tokens": 7, "shifts": {"0": 100}}}},
+        "tokens are shifted: on 7 of 100 prompt rows",
+    ),
+    (
+        {"beside": {"verify": {"rows": 40, "wrong_tokens": 0, "shifts": {"0": 9, "1": 29, "2": 2}}}},
+        "positions are shifted: on 31 of 40 verify rows RoPE has not position q for slot q, but mostly q+1",
+    ),
+    (
+        {"beside": {"draft": {"rows": 60, "wrong_tokens": 0, "shifts": {"-1": 60}}}},
+        "positions are shifted: on 60 of 60 draft rows RoPE has not position q for slot q, but mostly q-1",
+    ),
     (
         {"sample_faults": [{"id": "a", "kind": "the loss mask is shifted", "words": "it begins at 5"}]},
         "the loss mask is shifted: it begins at 5 (sample a; 1 of 4 samples)",

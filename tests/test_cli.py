@@ -69,6 +69,7 @@ FAULTS = [
     ("train.heldout=-1", "train.heldout"),
     ("target.weights=/no/such/folder", "target.weights"),
     ("export.embedding=mine", "export.embedding: 'mine'"),
+    ("export.format=gguf", "export.format: 'gguf' is none of sglang, vllm, speculators"),
     ("+engine.args.pp_size=2", "pp_size"),
     ("+engine.args.enable_two_batch_overlap=true", "enable_two_batch_overlap"),
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import multiprocessing
 import os
@@ -13,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from eagle3_ray.store import filesystem
 from eagle3_ray.store.cache import Cache
 from eagle3_ray.store.commits import Units
 from eagle3_ray.store.filesystem import Filesystem, StoreError
@@ -67,13 +69,15 @@ def _same(got: Features | Response, expected: Features | Response) -> bool:
 # The contract of any store
 
 
-def test_an_object_reads_as_it_was_written(files: Filesystem, tmp_path: Path) -> None:
+def test_an_object_reads_as_it_was_written(files: Filesystem, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files.write("a/object", b"first")
     files.write("a/object", b"0123456789")
     assert files.read("a/object") == b"0123456789"
     assert files.read("a/object", 3) == b"3456789"
     assert files.read("a/object", 3, 5) == b"34"
     assert files.size("a/object") == 10
+    monkeypatch.setattr(filesystem, "READ_BYTES", 4)
+    assert files.sha256("a/object") == hashlib.sha256(b"0123456789").hexdigest()
     (tmp_path / "local").write_bytes(b"uploaded")
     files.upload(tmp_path / "local", "b/object")
     files.download("b/object", tmp_path / "new folder" / "back")

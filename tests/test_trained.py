@@ -21,13 +21,13 @@ from eagle3_ray.drafter.checkpoint import export
 from eagle3_ray.drafter.model import Drafter
 from eagle3_ray.drafter.shape import drafter_config
 from eagle3_ray.drafter.target import TargetPieces
-from eagle3_ray.drafter.trained import Trained, folder_faults, in_force_faults
+from eagle3_ray.drafter.trained import Trained, folder_faults, folder_warnings, in_force_faults
 from eagle3_ray.prepare import Prompt
 from eagle3_ray.run import Run, exported
 from eagle3_ray.store.filesystem import Filesystem
 from eagle3_ray.store.shards import Features, target_rows
 from eagle3_ray.train.trainer import train_drafter
-from eagle3_ray.verify import choose, sample_faults
+from eagle3_ray.verify import choose, sample_faults, verification_key, verify, watching
 
 TARGET = {"hidden_size": 32, "intermediate_size": 48, "vocab_size": 64, "num_attention_heads": 2, "head_dim": 16}
 TARGET |= {"num_key_value_heads": 1, "max_position_embeddings": 128, "rope_theta": 1e4, "rms_norm_eps": 1e-5}
@@ -55,10 +55,23 @@ def test_an_export_has_no_fault(trained: Trained, tmp_path: Path) -> None:
     assert folder_faults(trained, tmp_path / "export", "bfloat16") == []
 
 
+def halved(weights: dict[str, torch.Tensor], config: dict[str, Any] | None = None) -> None:
+    """As a tool that knows float16 alone converts them; with `config` it says so there, too."""
+    if config is not None:
+        config["dtype"] = "float16"
+    weights |= {name: t.half() for name, t in weights.items() if t.is_floating_point()}
+
+
 FAULTS: list[tuple[Callable[[dict[str, Any], dict[str, torch.Tensor]], Any], str]] = [
     (lambda config, _: config.pop("eagle_config"), "config.json has no eagle_config with layer ids"),
     (lambda config, _: config.update(rms_norm_eps=1e-6), "rms_norm_eps is 1e-06, trained was 1e-05"),
     (lambda config, _: config.update(dtype="float16"), "dtype is float16, exported was bfloat16"),
+    (lambda config, _: config.update(torch_dtype="float16"), "torch_dtype is float16, exported was bfloat16"),
+    (
+        lambda config, weights: halved(weights, config),
+        "dtype is float16, exported was bfloat16; embed_tokens.weight (and",
+    ),
+    (lambda _, weights: halved(weights), "embed_tokens.weight (and 13 more) is stored in float16, exported was bfloat"),
     (lambda config, _: config.pop("norm_output"), "norm_output is None, trained was False"),
     (lambda _, weights: weights.update(d2t=torch.arange(0, 64, 4)), "d2t holds the target's ids themselves"),
     (lambda _, weights: weights.update(d2t=torch.arange(16) + 3), "d2t holds other values than were trained"),
@@ -86,16 +99,43 @@ def in_force(**changes: Any) -> dict[str, torch.Tensor]:
 
 def test_what_is_in_force_is_compared_row_by_row(trained: Trained) -> None:
     head = {"head": trained.weights["lm_head.weight"][[0, 15]].bfloat16(), "head.at": torch.tensor([0, 15])}
-    assert in_force_faults(in_force(**head), trained, PIECES) == []
-    (fault,) = in_force_faults(in_force(**(head | {"head": head["head"] + 1})), trained, PIECES)
+    assert in_force_faults(in_force(**head), trained, PIECES, "bfloat16") == []
+    (fault,) = in_force_faults(in_force(**(head | {"head": head["head"] + 1})), trained, PIECES, "bfloat16")
     assert "the drafter's head in force is not the one" in fault
-    (fault,) = in_force_faults(in_force(embedding=torch.randn(3, 32)), trained, PIECES)
+    (fault,) = in_force_faults(in_force(embedding=torch.randn(3, 32)), trained, PIECES, "bfloat16")
     assert "the drafter's embedding in force is not the one" in fault
-    (fault,) = in_force_faults(in_force(draft_ids=torch.arange(16)), trained, PIECES)
+    (fault,) = in_force_faults(in_force(draft_ids=torch.arange(16)), trained, PIECES, "bfloat16")
     assert "first ids are [0, 1, 2, 3], trained were [0, 4, 8, 12]" in fault
     without = in_force()
     del without["draft_ids"]
-    assert "SGLang uses none" in in_force_faults(without, trained, PIECES)[0]
+    assert "SGLang uses none" in in_force_faults(without, trained, PIECES, "bfloat16")[0]
+
+
+@pytest.mark.parametrize("served", ["float16", "float32"])
+def test_weights_that_another_dtype_serves_are_the_trained_ones(served: str, trained: Trained) -> None:
+    cast = {name: getattr(torch, served) for name in ("embedding", "head")}
+    head = trained.weights["lm_head.weight"][[0, 15]].bfloat16()
+    tensors = in_force(head=head.to(cast["head"]), **{"head.at": torch.tensor([0, 15])})
+    tensors["embedding"] = in_force()["embedding"].to(cast["embedding"])
+    assert in_force_faults(tensors, trained, PIECES, "bfloat16") == []
+
+
+def test_a_random_embedding_is_a_fault_where_it_is_served_and_a_warning_where_it_is_not(tmp_path: Path) -> None:
+    for hidden, folder in ((None, tmp_path / "same"), (48, tmp_path / "own")):
+        settings = DrafterConfig(hidden_size=hidden, head_dim=16)
+        drafter = Drafter(drafter_config(settings, TARGET, 3, 16), torch.arange(0, 64, 4))
+        if hidden is None:
+            drafter.embed_tokens.weight.data.copy_(PIECES.embedding)
+        export(folder, drafter, [1, 3, 5], "bfloat16")
+        state = drafter.state_dict().items()
+        weights = {name: t.clone() for name, t in state if drafter.own_embedding or name != "embed_tokens.weight"}
+        kept = Trained(json.loads(json.dumps(drafter.config.to_dict())), weights)
+        assert folder_faults(kept, folder, "bfloat16") == folder_warnings(folder, PIECES) == []
+        edited(folder, lambda _, weights: weights["embed_tokens.weight"].normal_())
+        faults = ["embed_tokens.weight holds other values than were trained"] if drafter.own_embedding else []
+        assert folder_faults(kept, folder, "bfloat16") == faults
+        warnings = folder_warnings(folder, PIECES)
+        assert (len(warnings), "is not the target's" in str(warnings)) == (0, False) if faults else (1, True)
 
 
 def features(ids: list[int], mask: list[int]) -> Features:
@@ -158,12 +198,41 @@ def test_another_ones_drafter_is_told_by_its_files(trained: Trained, tmp_path: P
 
     features: Any = SimpleNamespace(folder="features/f")
     theirs = opened(tmp_path / "export")
-    assert exported(theirs, "")["config"]["draft_vocab_size"] == 16
+    assert set(exported(theirs, "")["files"]) == {"config.json", "model.safetensors"}
     before = theirs.drafter(features)
     assert before != opened(None).drafter(features)
     edited(tmp_path / "export", lambda config, _: config.update(rms_norm_eps=1e-6))
-    assert theirs.drafter(features) != before
+    after = theirs.drafter(features)
+    assert after != before
+    edited(tmp_path / "export", lambda _, weights: weights["fc.weight"].neg_())  # of the same size
+    assert theirs.drafter(features) not in (before, after)
     with pytest.raises(ConfigError, match="drafter.path: no drafter at"):
         opened(tmp_path / "none").drafter(features)
     with pytest.raises(ConfigError, match="can only be served"):
         train_drafter(theirs.config, SimpleNamespace(files=theirs.files), {}, "drafters/d")  # type: ignore[arg-type]
+
+
+def test_a_kept_verdict_is_of_the_files_that_lie_there_now(trained: Trained, tmp_path: Path) -> None:
+    (tmp_path / "store" / "d").mkdir(parents=True)
+    folder = (tmp_path / "export").rename(tmp_path / "store" / "d" / "export")
+    config = compose(f"store.root={tmp_path / 'store'}", "engine.version=0.5.23")
+    run = Run(config, Filesystem(str(tmp_path / "store")), TARGET, {}, CaptureSpec((1, 2, 3), 32, "float32"))
+    features: Any = SimpleNamespace(folder="features/f")
+    run.write_json("d/export.json", {"dtype": "bfloat16"})
+
+    def kept() -> bool:
+        return watching(run, None, features, "d") is None  # type: ignore[arg-type]
+
+    assert not kept()
+    run.write_json(f"{verification_key(run, features, 'd')}/summary.json", {"verdict": "aligned"})
+    assert kept() and verify(run, None, features, "d") == {"verdict": "aligned"}  # type: ignore[arg-type]
+    (folder / "README.md").write_text("a card, after the evaluation")
+    assert kept()
+    weights, text = (folder / "model.safetensors").read_bytes(), (folder / "config.json").read_text()
+    (folder / "model.safetensors").write_bytes(weights[:-1] + bytes([weights[-1] ^ 1]))
+    assert not kept()
+    (folder / "model.safetensors").write_bytes(weights)
+    (folder / "config.json").write_text(text)
+    assert kept()
+    (folder / "config.json").write_text(text.replace("10000.0", "20000.0"))
+    assert not kept()

@@ -17,16 +17,19 @@ from typing import Any
 import pytest
 from conftest import ROOT
 from test_cli import command
-from tiny_targets import tiny_deepseek_v3, tiny_qwen3
+from tiny_targets import tiny_deepseek_v3, tiny_kimi_k25, tiny_qwen3
 
 PROMPTS = ["Name a colour.", "What is two plus three?", "Write one line on rain.", "Who sings best?", "Say no.", "Why?"]
 SMALL = ["prompts.unit_size=6", "sampling.max_new_tokens=24", "hardware.num_actors=1", "cluster.num_cpus=2"]
 SMALL += ["drafter.draft_vocab_size=256", "train.steps=2", "capture.dtype=float32"]
 BF16 = ["engine.dtype=bfloat16", "capture.dtype=bfloat16"]
 EAGLE = ["+hardware.serve_args.speculative_algorithm=EAGLE"]
+HALF = ["+hardware.serve_args.dtype=float16"]
+PERMUTED = "boundaries are permuted in the features: {0} lies where {1} is said to, {1} lies where {0} is said to"
+OWN_WIDTH = ["drafter.hidden_size=48", "drafter.num_attention_heads=4", "drafter.head_dim=12"]
 
-# fault -> what the causes must say; of SmolLM2, whose boundaries are 2, 15 and 27
-SMOLLM2 = {
+# fault -> what the causes must say, each in one of them; of SmolLM2, whose boundaries are 2, 15 and 27
+SMOLLM2: dict[str, str | list[str]] = {
     "ids one too high": "layer ids are off by one: boundary 3 where 2 was trained, 16 where 15",
     "ids one too low": "layer ids are off by one: boundary 1 where 2 was trained, 14 where 15",
     "one id apart": "other layer ids: boundary 17 where 15 was trained",
@@ -34,21 +37,26 @@ SMOLLM2 = {
     "other theta": "config.json: rope_parameters is",
     "absolute d2t": "d2t holds the target's ids themselves",
     "other t2d": "t2d is [49216], trained was [49152]",
-    "half precision": "config.json: dtype is float16",
-    "permuted": "boundaries are permuted in the features: 2 lies where 15 is said to, 15 lies where 2 is said to",
+    "half precision": "config.json: dtype is float16, exported was float32; embed_tokens.weight (and 13",
+    "weights in half precision": "embed_tokens.weight (and 13 more) is stored in float16, exported was float32",
+    "torch_dtype of half precision": "config.json: torch_dtype is float16, exported was float32",
+    "permuted": PERMUTED.format(2, 15),
     "rows shifted": "the features' rows are shifted: the state of token q lies in row q+1",
     "captured one too high": "the features' boundaries are off by one: 3 lies where 2 is said to",
     "another target": "the features are another target's",
     "before the norm": "the last hidden states lack the target's final norm",
     "mask shifted": "the loss mask is shifted: it begins at token",
     "other template": "another chat template or tokenizer: token 0 is",
-    "other theta + permuted": "boundaries are permuted in the features",
+    "other theta + permuted": ["config.json: rope_parameters is", PERMUTED.format(2, 15)],
+    "ids one too low + mask shifted": ["layer ids are off by one: boundary 1 where 2", "the loss mask is shifted: it"],
 }
 TINY = {
     "ids one too high": "layer ids are off by one: boundary 3 where 2 was trained",
-    "permuted": "boundaries are permuted in the features: 2 lies where 4 is said to, 4 lies where 2 is said to",
+    "permuted": PERMUTED.format(2, 4),
     "absolute d2t": "d2t holds the target's ids themselves",
 }
+# To DeepSeek's class ids [1, 3, 5] and [2, 4, 6] are the same states, since a first id of 1 adds 1; [3, 5, 7] are not
+LATENT = {"ids two too high": TINY["ids one too high"]} | {k: TINY[k] for k in ("permuted", "absolute d2t")}
 
 
 @dataclass
@@ -61,16 +69,17 @@ class Case:
 
     def verify(self, home: Path, *more: str) -> tuple[int, dict[str, Any]]:
         ended = command("verify", *self.settings, *more, home=home)
-        found = list(home.glob("drafters/*/verifications/*/summary.json"))
+        found = sorted(home.glob("drafters/*/verifications/*/summary.json"), key=lambda path: path.stat().st_mtime_ns)
         assert found, ended.stderr[-4000:]
-        summary = json.loads(found[0].read_text())
+        summary = json.loads(found[-1].read_text())  # one for each state of the exported files
         assert f"verify: {summary['verdict']}" in ended.stdout
         return ended.returncode, summary
 
     def damaged(self, fault: str, home: Path) -> Path:
         shutil.copytree(self.home, home)
         plant = [sys.executable, str(ROOT / "tests" / "plant_fault.py"), str(home), fault, str(self.target)]
-        subprocess.run(plant, check=True, env={"PYTHONPATH": str(ROOT)}, capture_output=True)
+        planted = subprocess.run(plant, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+        assert planted.returncode == 0, planted.stderr[-4000:]
         return home
 
 
@@ -88,15 +97,20 @@ def smollm2_case(tmp_path_factory: pytest.TempPathFactory, smollm2: Path) -> Cas
     return make(tmp_path_factory.mktemp("smollm2"), smollm2)
 
 
-@pytest.fixture(scope="module", params=["qwen3", "deepseek"])
+@pytest.fixture(scope="module", params=["qwen3", "deepseek", "kimi"])
 def tiny_case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, smollm2: Path) -> Case:
-    folder = tmp_path_factory.mktemp(request.param)
-    make_target = {"qwen3": tiny_qwen3, "deepseek": tiny_deepseek_v3}[request.param]
-    target = make_target(folder / "target", vocab=49152, layers=8)
+    return tiny(request.param, tmp_path_factory.mktemp(request.param), smollm2)
+
+
+def tiny(family: str, folder: Path, smollm2: Path, *settings: str) -> Case:
+    make_target = {"qwen3": tiny_qwen3}.get(family, tiny_deepseek_v3)
+    target = make_target(folder / "text", vocab=49152, layers=8)
+    if family == "kimi":
+        target, settings = tiny_kimi_k25(folder / "target", target), (*settings, "+engine.args.enable_multimodal=false")
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         if (smollm2 / name).exists():
             shutil.copy(smollm2 / name, target)
-    return make(folder, target, "capture.boundaries=[2,4,6]")
+    return make(folder, target, "capture.boundaries=[2,4,6]", *settings)
 
 
 def assert_aligned(code: int, summary: dict[str, Any], limit: float) -> None:
@@ -125,7 +139,9 @@ def test_a_planted_fault_is_called_by_its_name(fault: str, smollm2_case: Case, t
     code, summary = smollm2_case.verify(smollm2_case.damaged(fault, tmp_path / "home"))
     print(fault, summary["causes"])
     assert (code, summary["verdict"]) == (1, "misaligned")
-    assert any(SMOLLM2[fault] in cause for cause in summary["causes"]), summary["causes"]
+    words = SMOLLM2[fault]
+    for said in [words] if isinstance(words, str) else words:
+        assert any(said in cause for cause in summary["causes"]), summary["causes"]
     if "+" not in fault:
         assert len(summary["causes"]) <= 2, summary["causes"]
 
@@ -141,9 +157,49 @@ def test_eagle_in_place_of_eagle3_is_called_by_its_name(smollm2_case: Case, tmp_
 
 @pytest.mark.engine
 @pytest.mark.full
+def test_fp16_in_force_is_called_by_its_name(smollm2_case: Case, tmp_path: Path) -> None:
+    shutil.copytree(smollm2_case.home, tmp_path / "home")
+    code, summary = smollm2_case.verify(tmp_path / "home", *HALF)
+    assert code == 1
+    for whose in ("target", "drafter"):
+        assert f"the {whose} is served in float16, and float32 is what was trained for" in summary["causes"]
+
+
+@pytest.mark.engine
+@pytest.mark.full
+def test_a_random_embedding_does_no_harm_where_sglang_serves_the_target_s(smollm2_case: Case, tmp_path: Path) -> None:
+    code, summary = smollm2_case.verify(smollm2_case.damaged("random embedding", tmp_path / "home"))
+    assert (code, summary["verdict"], summary["causes"]) == (0, "aligned", [])
+    assert "embed_tokens.weight in the file is not the target's" in summary["warnings"][0]
+
+
+@pytest.mark.engine
+@pytest.mark.full
+def test_a_random_embedding_is_called_by_its_name_where_it_is_served(tmp_path: Path, smollm2: Path) -> None:
+    case = tiny("qwen3", tmp_path, smollm2, *OWN_WIDTH)
+    shutil.copytree(case.home, tmp_path / "clean")
+    assert_aligned(*case.verify(tmp_path / "clean"), 1e-4)
+    code, summary = case.verify(case.damaged("random embedding", tmp_path / "random"))
+    assert code == 1
+    assert summary["causes"][:2] == [
+        "embed_tokens.weight holds other values than were trained",
+        "the drafter's embedding in force is not the one it was trained with",
+    ]
+
+
+@pytest.mark.engine
+@pytest.mark.full
 def test_in_bfloat16_a_clean_drafter_is_aligned_within_its_own_noise(smollm2: Path, tmp_path: Path) -> None:
     case = make(tmp_path, smollm2, *BF16)
-    assert_aligned(*case.verify(case.home), 0.05)
+    shutil.copytree(case.home, tmp_path / "clean")
+    assert_aligned(*case.verify(tmp_path / "clean"), 0.05)
+    code, summary = case.verify(case.damaged("weights in half precision", tmp_path / "half"))
+    assert code == 1
+    assert "is stored in float16, exported was bfloat16" in summary["causes"][0]
+    shutil.copytree(case.home, tmp_path / "served in half")
+    code, summary = case.verify(tmp_path / "served in half", *HALF)
+    assert code == 1
+    assert "the drafter is served in float16, and bfloat16 is what was trained for" in summary["causes"]
 
 
 @pytest.mark.engine
@@ -151,7 +207,8 @@ def test_in_bfloat16_a_clean_drafter_is_aligned_within_its_own_noise(smollm2: Pa
 def test_other_targets_are_verified_too(tiny_case: Case, tmp_path: Path) -> None:
     shutil.copytree(tiny_case.home, tmp_path / "clean")
     assert_aligned(*tiny_case.verify(tmp_path / "clean"), 1e-4)
-    for number, (fault, words) in enumerate(TINY.items()):
+    latent = json.loads((tiny_case.target / "config.json").read_text())["model_type"] != "qwen3"
+    for number, (fault, words) in enumerate((LATENT if latent else TINY).items()):
         code, summary = tiny_case.verify(tiny_case.damaged(fault, tmp_path / str(number)))
         assert code == 1
         assert any(words in cause for cause in summary["causes"]), (fault, summary["causes"])
@@ -176,7 +233,7 @@ def test_what_another_tool_took_is_told(layout: str, smollm2_case: Case, tmp_pat
 @pytest.mark.engine
 @pytest.mark.full
 def test_another_ones_drafter_is_verified_in_its_own_folder(tiny_case: Case, tmp_path: Path) -> None:
-    if "deepseek" in str(tiny_case.target):
+    if json.loads((tiny_case.target / "config.json").read_text())["model_type"] != "qwen3":
         pytest.skip("one family is enough")
     (export,) = tiny_case.home.glob("drafters/*/export")
     shutil.copytree(export, tmp_path / "theirs")

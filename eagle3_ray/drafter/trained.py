@@ -18,10 +18,12 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from eagle3_ray.drafter.faults import EMBEDDING
 from eagle3_ray.drafter.model import Batch, Drafter
 from eagle3_ray.drafter.shape import read_config
 from eagle3_ray.drafter.target import TargetPieces
 from eagle3_ray.store.filesystem import Filesystem
+from eagle3_ray.store.tensors import Tensors
 
 SAYS_NOTHING = {"dtype", "transformers_version"}  # in config.json, of what was trained
 
@@ -35,7 +37,7 @@ class Trained:
 
     def drafter(self, pieces: TargetPieces) -> Drafter:
         drafter = Drafter(read_config(self.config), self.draft_ids)
-        weights = {"embed_tokens.weight": pieces.embedding, **self.weights}
+        weights = {EMBEDDING: pieces.embedding, **self.weights}
         drafter.load_state_dict({name: weights[name] for name in drafter.state_dict()})
         return drafter
 
@@ -63,26 +65,60 @@ def folder_faults(trained: Trained, folder: Path, dtype: str) -> list[str]:
     for name, value in sorted(trained.config.items()):
         if name not in SAYS_NOTHING and config.get(name) != value:
             faults.append(f"config.json: {name} is {config.get(name)!r}, trained was {value!r}")
-    if config.get("dtype") not in (None, dtype):
-        faults.append(f"config.json: dtype is {config['dtype']}, exported was {dtype}")
+    faults += _dtype_faults(config, weights, dtype)
     for name, value in trained.weights.items():
-        faults += _tensor_faults(name, value, weights.get(name), trained)
+        faults += _tensor_faults(name, value, weights.get(name), trained, dtype)
     return faults
 
 
-def _tensor_faults(name: str, trained: Tensor, there: Tensor | None, all_trained: Trained) -> Iterator[str]:
+def _dtype_faults(config: dict[str, Any], weights: dict[str, Tensor], dtype: str) -> Iterator[str]:
+    others = [name for name, t in weights.items() if t.is_floating_point() and t.dtype != getattr(torch, dtype)]
+    stored = ""
+    if others:
+        more = f" (and {len(others) - 1} more)" if len(others) > 1 else ""
+        stored = f"{others[0]}{more} is stored in {str(weights[others[0]].dtype).removeprefix('torch.')}"
+    said = {name: config[name] for name in ("dtype", "torch_dtype") if config.get(name) not in (None, dtype)}
+    if said:
+        name, value = next(iter(said.items()))
+        yield f"config.json: {name} is {value}, exported was {dtype}{'; ' if stored else ''}{stored}"
+    elif stored:
+        yield f"{stored}, exported was {dtype}"
+
+
+def folder_warnings(folder: Path, pieces: TargetPieces) -> list[str]:
+    """What is wrong in the served folder, ours or not, and does no harm in SGLang, in words."""
+    config, tensors = json.loads((folder / "config.json").read_text()), Tensors(Filesystem(str(folder.resolve())))
+    names = [name for name in tensors.names() if name.removeprefix("model.") == EMBEDDING]
+    own = config.get("target_hidden_size") not in (None, config.get("hidden_size"))
+    if own or not names:
+        return []
+    there = tensors.read(names[0])
+    if there.shape == pieces.embedding.shape and _same(there, pieces.embedding):
+        return []
+    return [f"{names[0]} in the file is not the target's; SGLang puts the target's in its place, others may not"]
+
+
+def _tensor_faults(name: str, trained: Tensor, there: Tensor | None, all_trained: Trained, dtype: str) -> Iterator[str]:
     if there is None:
         yield f"model.safetensors has no {name}"
     elif name == "d2t" and there.shape == trained.shape and torch.equal(there.long(), all_trained.draft_ids):
         yield "d2t holds the target's ids themselves; SGLang adds the draft id to each"
     elif there.shape != trained.shape:
         yield f"{name} is {list(there.shape)}, trained was {list(trained.shape)}: another vocabulary or shape"
-    elif not torch.equal(trained.to(there.dtype), there):
+    elif not _same(there, trained, dtype):
         yield f"{name} holds other values than were trained"
 
 
-def in_force_faults(tensors: dict[str, Tensor], trained: Trained, pieces: TargetPieces) -> list[str]:
-    """The maps and matrices that the scheduler uses, against those that were trained with."""
+def _same(there: Tensor, trained: Tensor, exported: str = "float32") -> bool:
+    """Whether these are the trained values, cast to the dtype they are in from their own or from the exported one."""
+    if not there.is_floating_point():
+        return torch.equal(there, trained.to(there.dtype))
+    ways = (trained, trained.to(getattr(torch, exported)))
+    return any(torch.equal(there, way.to(there.dtype)) for way in ways)
+
+
+def in_force_faults(tensors: dict[str, Tensor], trained: Trained, pieces: TargetPieces, dtype: str) -> list[str]:
+    """The maps and matrices that the scheduler uses, against those that were trained with and exported in `dtype`."""
     faults = []
     ids = tensors.get("draft_ids")
     if ids is None or not torch.equal(ids.long(), trained.draft_ids):
@@ -91,13 +127,13 @@ def in_force_faults(tensors: dict[str, Tensor], trained: Trained, pieces: Target
             + ("SGLang uses none" if ids is None else f"its first ids are {ids[:4].tolist()}")
             + f", trained were {trained.draft_ids[:4].tolist()}"
         )
-    embedding = trained.weights.get("embed_tokens.weight", pieces.embedding)
+    embedding = trained.weights.get(EMBEDDING, pieces.embedding)
     for name, expected in (("embedding", embedding), ("head", trained.weights["lm_head.weight"])):
         if name not in tensors:
             continue
         at, rows = tensors[f"{name}.at"], tensors[name]
         at, rows = at[at < len(expected)], rows[at < len(expected)]
-        if rows.shape[1:] != expected.shape[1:] or not torch.equal(rows, expected[at].to(rows.dtype)):
+        if rows.shape[1:] != expected.shape[1:] or not _same(rows, expected[at], dtype):
             faults.append(f"the drafter's {name} in force is not the one it was trained with")
     return faults
 

@@ -5,20 +5,25 @@ Hooks, all outside of CUDA graphs, which stay on. They act on requests whose id 
   EagleDraftWorker._draft_extend_for_prefill   the rows of a prompt, chunk by chunk
   EagleDraftWorker._draft_extend_for_decode    the rows of the tokens that a verify step accepted
   EagleDraftWorker.draft                       what was drafted for a verify step
+  ModelRunner.forward, the graph runners' execute
+                                               within those: the positions that the drafter's forward batch carries
   Scheduler.get_init_info                      once, when the scheduler is up: what is in force (`facts`)
 
-Row q of a request is what the drafter gets for slot q: the token x_{q+1}, the position q, and the states of x_q. Each
-call leaves a safetensors file <folder>/<rid>.<number>; `read` puts a request's files together, in the actor.
+Row q of a request is what the drafter gets for slot q: the token x_{q+1}, the position q, and the states of x_q. Which
+slot a row is of, the batch's lengths tell; its position is what the forward batch says, which training has to share.
+Each call leaves a safetensors file <folder>/<rid>.<number>; `read` puts a request's files together, in the actor.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import safe_open
@@ -29,8 +34,14 @@ from eagle3_ray.engines.sglang_plugin import TO_ANSWER, WATCH_VARIABLE, streams
 
 WATCHED = "watched-"
 WORKER = "sglang.srt.speculative.eagle_worker_v2.EagleDraftWorker"
+PASSES = (  # where a forward batch goes to the drafter: as it is, or into a CUDA graph
+    "sglang.srt.model_executor.model_runner.ModelRunner.forward",
+    "sglang.srt.speculative.eagle_draft_extend_cuda_graph_runner.EAGLEDraftExtendCudaGraphRunner.execute",
+    "sglang.srt.speculative.eagle_draft_cuda_graph_runner.EAGLEDraftCudaGraphRunner.execute",
+)
 ROWS = 64  # of the embedding and of the head that are compared
 _numbers = itertools.count()
+_passes: list[Tensor] | None = None  # positions of each forward pass so far of the call that is watched
 
 
 # ---------------------------------------------------------------- in the scheduler
@@ -42,43 +53,72 @@ def load() -> None:
     HookRegistry.register(f"{WORKER}._draft_extend_for_prefill", prompt_rows, HookType.AROUND)
     HookRegistry.register(f"{WORKER}._draft_extend_for_decode", accepted_rows, HookType.AROUND)
     HookRegistry.register(f"{WORKER}.draft", drafts, HookType.AROUND)
+    for target in PASSES:
+        HookRegistry.register(target, forward_pass, HookType.AROUND)
     HookRegistry.register(TO_ANSWER, answer, HookType.AFTER)
+
+
+def forward_pass(original: Any, self: Any, forward_batch: Any, *args: Any, **options: Any) -> Any:
+    """A graph of several draft steps counts as one pass, with the positions of its first step."""
+    if _passes is not None:
+        _passes.append(forward_batch.positions.clone())  # draft steps count on in the same tensor
+    return original(self, forward_batch, *args, **options)
+
+
+@contextlib.contextmanager
+def _watching(requests: list[Any]) -> Iterator[list[Tensor]]:
+    """The positions of each of the drafter's forward passes until the end; nothing where no request is watched."""
+    global _passes
+    found: list[Tensor] = []
+    _passes = found if any(map(_is_watched, requests)) else None
+    try:
+        yield found
+    finally:
+        _passes = None
 
 
 def prompt_rows(original: Any, self: Any, batch: Any, states: Tensor, *args: Any, **options: Any) -> Any:
     """states [N, W] of the batch's requests, end to end; after the call batch.input_ids are what the drafter took."""
-    drafted = original(self, batch, states, *args, **options)
+    with _watching(batch.reqs) as passes:
+        drafted = original(self, batch, states, *args, **options)
     start = 0
     for i, (request, before, length) in enumerate(zip(batch.reqs, batch.prefix_lens, batch.extend_lens, strict=True)):
-        end = start + length
+        rows = slice(start, start + length)
         if _is_watched(request):
             best = {"id": drafted.topk_index[i, :1], "probability": drafted.topk_p[i, :1].float()}  # of the last row
-            _write(request, "prompt", before, batch.input_ids[start:end], states[start:end], **best)
-        start = end
+            _write(request, "prompt", before, batch.input_ids[rows], states[rows], **best, **_of(passes, rows))
+        start += length
     return drafted
 
 
 def accepted_rows(original: Any, self: Any, batch: Any, result: Any, **options: Any) -> Any:
     """The verified rows [B * D, W] of result, the accepted ones of each request in front."""
     watched = [i for i, request in enumerate(batch.reqs) if _is_watched(request)]
-    if watched:
-        starts, accepted = batch.seq_lens.tolist(), result.accept_lens.tolist()
-        width = self.speculative_num_draft_tokens
-        for i in watched:
-            rows = slice(i * width, i * width + accepted[i])
-            states = result.logits_output.hidden_states[rows]
-            _write(batch.reqs[i], "verify", starts[i], result.next_token_ids[rows], states)
-    return original(self, batch, result, **options)
+    rows: dict[int, slice] = {}
+    before: dict[int, tuple[int, Tensor, Tensor]] = {}  # before the call, which may change what batch and result hold
+    for i in watched:
+        start = i * self.speculative_num_draft_tokens
+        rows[i] = slice(start, start + int(result.accept_lens[i]))
+        states = result.logits_output.hidden_states[rows[i]].clone()
+        before[i] = int(batch.seq_lens[i]), result.next_token_ids[rows[i]].clone(), states
+    with _watching(batch.reqs) as passes:
+        returned = original(self, batch, result, **options)
+    for i in watched:
+        _write(batch.reqs[i], "verify", *before[i], **_of(passes, rows[i]))
+    return returned
 
 
 def drafts(original: Any, self: Any, batch: Any, **options: Any) -> Any:
-    """The drafted tree's tokens: the root, which the target said, and D - 1 drafts."""
+    """The drafted tree's tokens: the root, which the target said, and D - 1 drafts; and where each draft step was."""
     watched = [(i, request) for i, request in enumerate(batch.reqs) if _is_watched(request)]
     lengths = batch.seq_lens.tolist() if watched else []  # before the call, which may change them
-    verify = original(self, batch, **options)
+    with _watching(batch.reqs) as passes:
+        verify = original(self, batch, **options)
     for i, request in watched:
         drafted = (verify[0] if isinstance(verify, tuple) else verify).draft_token.view(len(batch.reqs), -1)
-        _write(request, "draft", lengths[i], drafted[i])
+        steps = [given[: len(batch.reqs) * self.topk].view(len(batch.reqs), -1)[i] for given in passes]  # [k] each
+        at = torch.stack(steps) if steps else torch.empty(0, self.topk, dtype=torch.int64)
+        _write(request, "draft", lengths[i], drafted[i], positions=at)
     return verify
 
 
@@ -122,6 +162,11 @@ def _is_watched(request: Any) -> bool:
     return str(request.rid).startswith(WATCHED) and streams()
 
 
+def _of(passes: list[Tensor], rows: slice) -> dict[str, Tensor]:
+    """The positions of rows in the one pass there is; nothing where it was not seen, which `read` says."""
+    return {"positions": passes[0][rows]} if passes else {}
+
+
 def _write(request: Any, kind: str, start: int, ids: Tensor, states: Tensor | None = None, **more: Tensor) -> None:
     tensors = {"ids": ids, "start": torch.tensor([start]), **more} | ({} if states is None else {"states": states})
     path = os.path.join(os.environ[WATCH_VARIABLE], f"{request.rid}.{next(_numbers):08d}")
@@ -131,21 +176,30 @@ def _write(request: Any, kind: str, start: int, ids: Tensor, states: Tensor | No
 # ---------------------------------------------------------------- in the actor
 
 
+class Drafted(NamedTuple):
+    """What was drafted for one verify step."""
+
+    length: int  # of the sequence before it
+    ids: list[int]  # the root, and the drafts
+    positions: list[list[int]]  # of each draft step that was seen, one a path: [steps, k]
+
+
 @dataclass
 class Watched:
     """What the drafter got for one request. Slots that came out of a prefix cache are missing."""
 
     at: Tensor  # [n] int64, ascending: the slots
+    positions: Tensor  # [n] int64: where RoPE puts each
     ids: Tensor  # [n] int64: the token of each, which is the next one of the sequence
     states: Tensor  # [n, W]
     verified: Tensor  # [n] bool: the row came from a verify step, not from the prompt
-    drafted: list[tuple[int, list[int]]]  # length of the sequence, and root and drafts behind it
+    drafted: list[Drafted]
     first: tuple[int, float]  # the likeliest draft id behind the prompt, and its probability
 
 
 def read(folder: Path, rid: str) -> Watched:
     """A request's files, which are then deleted."""
-    rows: dict[int, tuple[Tensor, Tensor, bool]] = {}
+    rows: dict[int, tuple[Tensor, Tensor, Tensor, bool]] = {}
     drafted, first = [], (-1, 0.0)
     for path in sorted(folder.glob(f"{rid}.*")):
         tensors = load_file(path)
@@ -153,21 +207,25 @@ def read(folder: Path, rid: str) -> Watched:
             kind = file.metadata()["kind"]
         path.unlink()
         start, ids = int(tensors["start"]), tensors["ids"].long()
+        if "positions" not in tensors:
+            raise RuntimeError(f"a {kind} of request {rid} has no positions: the drafter is run by none of {PASSES}")
+        positions = tensors["positions"].long()
         if kind == "draft":
-            drafted.append((start, ids.tolist()))
+            drafted.append(Drafted(start, ids.tolist(), positions.tolist()))
             continue
         if kind == "prompt":
             first = int(tensors["id"]), float(tensors["probability"])
-        for i, (token, state) in enumerate(zip(ids, tensors["states"], strict=True)):
-            rows[start + i] = token, state, kind == "verify"
+        for i, (token, state, position) in enumerate(zip(ids, tensors["states"], positions, strict=True)):
+            rows[start + i] = token, state, position, kind == "verify"
     if not rows:
         raise RuntimeError(f"nothing of request {rid} was written down: the engine drafts with no EagleDraftWorker")
     at = sorted(rows)
     return Watched(
         at=torch.tensor(at),
+        positions=torch.stack([rows[slot][2] for slot in at]),
         ids=torch.stack([rows[slot][0] for slot in at]),
         states=torch.stack([rows[slot][1] for slot in at]),
-        verified=torch.tensor([rows[slot][2] for slot in at]),
+        verified=torch.tensor([rows[slot][3] for slot in at]),
         drafted=drafted,
         first=first,
     )

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import errno
+import hashlib
 import os
 import shutil
 import stat
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 TEMPORARY = ".tmp"  # objects with this ending are never listed
 PATIENCE_S = 300.0  # that a request is tried again: a unit's work is worth more than the minutes of an outage
 START_PATIENCE_S = 10.0  # the same while the root is checked: a wrong endpoint should be told at once
+READ_BYTES = 64 * 2**20  # at a time, of an object that is only hashed
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -180,6 +182,13 @@ class Filesystem:
             if stat.S_ISDIR(found.st_mode):
                 raise FileNotFoundError(f"{self.url(key)} is a folder")
             return found.st_size
+
+    def sha256(self, key: str) -> str:
+        """Of the whole object, in hex; what is read at a time is bounded."""
+        digest, size = hashlib.sha256(), self.size(key)
+        for start in range(0, size, READ_BYTES):
+            digest.update(self.read(key, start, min(start + READ_BYTES, size)))
+        return digest.hexdigest()
 
     def delete(self, key: str) -> None:
         """Remove the object; that there is none is fine."""

@@ -100,6 +100,12 @@ def export_drafter(
 
     With export.embedding=none the target's embedding is left out.
     """
+    drafter = trained_drafter(config, files, prefix, dtype)
+    export(folder, drafter, layer_ids, dtype, config.export.embedding == "target")
+
+
+def trained_drafter(config: Config, files: Filesystem, prefix: str, dtype: str) -> Drafter:
+    """The finished drafter below the key `prefix`; with export.embedding=none its embedding is not the target's."""
     weights = _tensors(files, f"{prefix}/weights/model.safetensors")
     drafter_json = json.loads(files.read(f"{prefix}/weights/config.json"))
     draft_ids = weights["d2t"] + torch.arange(len(weights["d2t"]))
@@ -109,7 +115,7 @@ def export_drafter(
         pieces = load_pieces(config.target, getattr(torch, dtype), config.store.storage_options)
         weights["embed_tokens.weight"] = pieces.embedding
     drafter.load_state_dict(weights, strict=with_embedding)
-    export(folder, drafter, layer_ids, dtype, with_embedding)
+    return drafter
 
 
 # ---------------------------------------------------------------- the driver
