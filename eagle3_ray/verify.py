@@ -235,9 +235,18 @@ def _in_chunks(engine: SGLangEngine, ids: list[int]) -> Watched:
     salt, one = f"chunks-{id(ids)}-{len(ids)}", SamplingConfig(max_new_tokens=1)
     first, second = (engine.watch([some], one, salt)[0][1] for some in (ids[: len(ids) // 2], ids))
     missing = first.at < int(second.at[0])
-    of_rows = ("at", "positions", "ids", "states", "verified")
-    joined = {name: torch.cat([getattr(first, name)[missing], getattr(second, name)]) for name in of_rows}
-    return dataclasses.replace(second, **joined)
+
+    def both(name: str) -> Tensor:
+        return torch.cat([getattr(first, name)[missing], getattr(second, name)])
+
+    return dataclasses.replace(
+        second,
+        at=both("at"),
+        positions=both("positions"),
+        ids=both("ids"),
+        states=both("states"),
+        verified=both("verified"),
+    )
 
 
 def _as_stored(states: Tensor, dtype: str, boundaries: int) -> Tensor:

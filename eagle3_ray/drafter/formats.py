@@ -38,8 +38,16 @@ from eagle3_ray.drafter.shape import is_mla
 ROPE_TYPES = ("default", "llama3")
 STATES = 3
 # Of the layer in a speculators config; the rest of ours is SGLang's, or follows
-LAYER = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim")
-LAYER += ("num_key_value_heads", "hidden_act", "rms_norm_eps", "max_position_embeddings", "attention_bias", "mlp_bias")
+LAYER: tuple[str, ...] = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+LAYER += (
+    "head_dim",
+    "num_key_value_heads",
+    "hidden_act",
+    "rms_norm_eps",
+    "max_position_embeddings",
+    "attention_bias",
+    "mlp_bias",
+)
 LAYER += ("tie_word_embeddings", "bos_token_id", "eos_token_id", "model_type")
 
 

@@ -99,12 +99,13 @@ def accepted_rows(original: Any, self: Any, batch: Any, result: Any, **options: 
     for i in watched:
         start = i * self.speculative_num_draft_tokens
         rows[i] = slice(start, start + int(result.accept_lens[i]))
-        states = result.logits_output.hidden_states[rows[i]].clone()
-        before[i] = int(batch.seq_lens[i]), result.next_token_ids[rows[i]].clone(), states
+        got = result.logits_output.hidden_states[rows[i]].clone()
+        before[i] = int(batch.seq_lens[i]), result.next_token_ids[rows[i]].clone(), got
     with _watching(batch.reqs) as passes:
         returned = original(self, batch, result, **options)
     for i in watched:
-        _write(batch.reqs[i], "verify", *before[i], **_of(passes, rows[i]))
+        length, ids, states = before[i]
+        _write(batch.reqs[i], "verify", length, ids, states, **_of(passes, rows[i]))
     return returned
 
 
