@@ -37,6 +37,7 @@ from eagle3_ray.config import (
     check_drafter,
     check_export,
     draftings,
+    suites,
 )
 from eagle3_ray.store.commits import Units
 from eagle3_ray.store.filesystem import Filesystem, StoreError
@@ -90,18 +91,39 @@ class Run:
 
 def exported(run: Run, drafter: str) -> dict[str, Any]:
     """What tells the served drafter apart: export.json of the one at the key `drafter`; of drafter.path, its files."""
-    path = run.config.drafter.path
-    if not path:
-        found = run.read_json(f"{drafter}/export.json")
-        if found is None:
-            raise ConfigError(f"no exported drafter at {run.files.url(drafter)}; run ray_jobs.export first")
-        return found
+    if run.config.drafter.path:
+        return another(run.config.drafter.path, run.config.store.storage_options, "drafter.path")
+    found = run.read_json(f"{drafter}/export.json")
+    if found is None:
+        raise ConfigError(f"no exported drafter at {run.files.url(drafter)}; run ray_jobs.export first")
+    return found
+
+
+def another(path: str, options: dict[str, Any], setting: str) -> dict[str, Any]:
+    """What tells another's drafter apart, a folder or URL: its config.json and its files' sizes.
+
+    ConfigError names `setting` where there is no such drafter.
+    """
     try:
-        files = Filesystem(path, run.config.store.storage_options)
+        files = Filesystem(path, options)
         config = json.loads(files.read("config.json"))
         return {"drafter_path": path, "config": config, "sizes": {key: files.size(key) for key in files.list("")}}
     except (StoreError, OSError, ValueError) as error:
-        raise ConfigError(f"drafter.path: no drafter at {path!r}: {error}") from None
+        raise ConfigError(f"{setting}: no drafter at {path!r}: {error}") from None
+
+
+def check_rival(found: dict[str, Any], target: dict[str, Any]) -> None:
+    """ConfigError unless a drafter of evaluate.drafters has weights, and is of a target of this text config's sizes."""
+    path, config = found["drafter_path"], found["config"]
+    if not any(name.endswith(".safetensors") for name in found["sizes"]):
+        raise ConfigError(f"evaluate.drafters: no safetensors in {path!r}, only {sorted(found['sizes'])}")
+    seen = {"vocab_size": config.get("vocab_size")}
+    seen["hidden_size"] = config.get("target_hidden_size") or config.get("hidden_size")
+    for name, value in seen.items():
+        if value != target[name]:
+            raise ConfigError(
+                f"evaluate.drafters: {path!r} is of another target: its {name} is {value}, this one's {target[name]}"
+            )
 
 
 def open_run(config: Config) -> Run:
@@ -134,13 +156,16 @@ def open_run(config: Config) -> Run:
         from eagle3_ray.drafter.published import Published  # torch: seconds that other runs need not wait
 
         Published(config.drafter, model, len(spec.boundaries), config.store.storage_options)
+    for path in config.evaluate.drafters:
+        check_rival(another(path, config.store.storage_options, "evaluate.drafters"), model)
     room = int(model_value(model, "max_position_embeddings"))
-    for name, new in (
-        ("sampling.max_new_tokens", config.sampling.max_new_tokens),
-        ("evaluate.max_new_tokens", config.evaluate.max_new_tokens),
-    ):
+    answers = {"sampling": config.sampling.max_new_tokens, "evaluate": config.evaluate.max_new_tokens}
+    answers |= {f"evaluate.suites.{name}": suite.max_new_tokens or 0 for name, suite in config.evaluate.suites.items()}
+    for name, new in answers.items():
         if new >= room:
-            raise ConfigError(f"{name}: {new} leaves no room for a prompt in the target's context of {room}")
+            raise ConfigError(
+                f"{name}.max_new_tokens: {new} leaves no room for a prompt in the target's context of {room}"
+            )
     return Run(config, files, model, describe_target(config.target, folder), spec)
 
 
@@ -218,6 +243,7 @@ def check_values(config: Config) -> None:
 
 def _check_evaluate(config: Config) -> None:
     evaluate = config.evaluate
+    suites(evaluate)
     widest = max(drafting.topk for drafting in draftings(evaluate))
     if widest > config.drafter.draft_vocab_size:
         raise ConfigError(
@@ -227,11 +253,11 @@ def _check_evaluate(config: Config) -> None:
         raise ConfigError(
             f"evaluate.temperature: {evaluate.temperature}, but with hardware.device=cpu SGLang verifies greedily"
         )
-    wanted = {"baseline": True, "temperature": 0, "topk": 1}  # whose answers, and how they are walked
+    wanted = {"baseline": True, "temperature": 0}  # whose answers are walked
     for name, value in wanted.items():
         if evaluate.simulate and getattr(evaluate, name) != value:
             raise ConfigError(
-                f"evaluate.simulate: it walks chains over the greedy answers of the target alone; not with "
+                f"evaluate.simulate: it walks over the greedy answers of the target alone; not with "
                 f"evaluate.{name}={getattr(evaluate, name)}"
             )
 
