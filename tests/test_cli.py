@@ -52,7 +52,7 @@ FAULTS = [
     ("evaluate.temperature=0.7", "evaluate.temperature: 0.7, but with hardware.device=cpu"),
     ("evaluate.sweep=[[3,1,4],[3,1]]", "evaluate.sweep [3, 1]: not [num_steps, topk, num_draft_tokens]"),
     ("evaluate.source=null", "evaluate.source: None with evaluate.suites=[]"),
-    ("+evaluate.suites={a: {source: a.jsonl}}", "with evaluate.suites=['a']; one of the two, and not both"),
+    ("+evaluate.suites={{a: {{source: a.jsonl}}}}", "with evaluate.suites=['a']; one of the two, and not both"),
     ("evaluate.drafters=[/no/such/folder]", "evaluate.drafters: no drafter at '/no/such/folder'"),
     ("train.batch_size=0", "train.batch_size"),
     ("train.max_length=0", "train.max_length"),
