@@ -210,7 +210,8 @@ def _of(rows: list[Row], name: str, value: str) -> list[Row]:
 
 def _figures(run: Run, drafting: Drafting, served: dict[str, Any], plain: dict[str, Any] | None) -> dict[str, Any]:
     """Acceptance, agreement and speed of one engine that drafted, against the one that did not."""
-    return {**_acceptance(run, drafting, served["answers"], plain and plain["answers"]), **_speed(run, served, plain)}
+    alone = plain["answers"] if plain else None
+    return {**_acceptance(run, drafting, served["answers"], alone), **_speed(run, served, plain)}
 
 
 def _acceptance(run: Run, drafting: Drafting, rows: list[Row], plain: list[Row] | None) -> dict[str, Any]:
