@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
 DTYPES = ("float32", "bfloat16")
@@ -244,13 +244,25 @@ def check_export(settings: ExportConfig, drafter: DrafterConfig, target: dict[st
 
 
 @dataclass
+class SuiteConfig:
+    """One of several sets of held-out prompts that are answered together."""
+
+    source: str
+    split: str = "test"
+    subset: str | None = None
+    limit: int | None = None  # None is evaluate.limit
+    max_new_tokens: int | None = None  # None is evaluate.max_new_tokens
+
+
+@dataclass
 class EvaluateConfig:
     """The drafter's acceptance, measured in real serving."""
 
-    source: str  # held-out prompts, as prompts.source
+    source: str | None = None  # held-out prompts, as prompts.source; None: those of the suites
     split: str = "test"  # for a `datasets` name
     subset: str | None = None  # as prompts.subset
     limit: int | None = None
+    suites: dict[str, SuiteConfig] = field(default_factory=dict)  # several, by name, answered by the same engines
     max_new_tokens: int = 512
     temperature: float = 0.0  # above 0 answers with and without speculation are not compared
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)  # over the target's, e.g. {thinking: false}
@@ -262,6 +274,34 @@ class EvaluateConfig:
     dtype: str | None = None  # None serves in engine.dtype
     baseline: bool = True  # also answer without speculation, and compare
     simulate: bool = False  # the engine without speculation also captures, and the drafter is walked over its answers
+    # Further drafters, each served and compared: folders or s3:// URLs that SGLang loads as they are
+    drafters: list[str] = field(default_factory=list)
+
+
+ALONE = "heldout"  # the name of evaluate.source among suites
+
+
+def suites(settings: EvaluateConfig) -> dict[str, SuiteConfig]:
+    """The held-out prompts by name: evaluate.suites, or evaluate.source alone; each says its own max_new_tokens.
+
+    ConfigError where both are given or neither is, and for a suite that cannot be answered.
+    """
+    if bool(settings.suites) == bool(settings.source):
+        raise ConfigError(
+            f"evaluate.source: {settings.source!r} with evaluate.suites={sorted(settings.suites)}; one of the two, and "
+            "not both, names the held-out prompts"
+        )
+    if not settings.suites:
+        alone = settings.source, settings.split, settings.subset, settings.limit, settings.max_new_tokens
+        return {ALONE: SuiteConfig(*alone)}  # type: ignore[arg-type]
+    for name, suite in settings.suites.items():
+        if suite.max_new_tokens is not None and suite.max_new_tokens < 1:
+            raise ConfigError(f"evaluate.suites.{name}.max_new_tokens: {suite.max_new_tokens} is less than 1")
+    found = {}
+    for name, suite in settings.suites.items():
+        limit = settings.limit if suite.limit is None else suite.limit
+        found[name] = replace(suite, limit=limit, max_new_tokens=suite.max_new_tokens or settings.max_new_tokens)
+    return found
 
 
 class Drafting(NamedTuple):

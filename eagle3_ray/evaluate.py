@@ -3,6 +3,9 @@
 The same prompts are answered by the target alone: under greedy decoding in fp32 every answer must be the same, token by
 token. Beside what was served stands what a walk says without serving (`train/simulate.py`): over training's held-out
 samples, and, with evaluate.simulate, over the very answers of the target alone. `acceptance.py` has the arithmetic.
+
+An engine answers all suites, one after the other. Other draftings (evaluate.sweep) and other drafters
+(evaluate.drafters) get engines of their own; the target alone answers once for all of them.
 """
 
 from __future__ import annotations
@@ -16,10 +19,18 @@ from typing import Any
 import ray
 import torch
 
-from eagle3_ray.acceptance import SPEED, agreement, measure
+from eagle3_ray.acceptance import SPEED, Row, agreement, measure
 from eagle3_ray.capture import deciding_args, engine_version, fingerprint
-from eagle3_ray.config import ConfigError, Drafting, PromptsConfig, SamplingConfig, draftings
-from eagle3_ray.drafter.checkpoint import load
+from eagle3_ray.config import (
+    ConfigError,
+    Drafting,
+    PromptsConfig,
+    SamplingConfig,
+    SuiteConfig,
+    draftings,
+    suites,
+)
+from eagle3_ray.drafter.checkpoint import check_folder, load
 from eagle3_ray.drafter.target import load_pieces
 from eagle3_ray.engines.base import Answered, RequestError, TargetEngine, answer, each
 from eagle3_ray.engines.sglang import SGLangEngine, context_length
@@ -31,35 +42,40 @@ from eagle3_ray.serving import serving
 from eagle3_ray.store.shards import Features, target_rows
 from eagle3_ray.train.simulate import simulate, totals
 
-SETTINGS = ["max_new_tokens", "temperature", "num_steps", "topk", "num_draft_tokens", "sweep", "batch_size", "baseline"]
-SETTINGS += ["simulate"]
+SETTINGS = ["temperature", "num_steps", "topk", "num_draft_tokens", "sweep", "batch_size", "baseline", "simulate"]
+COMPARED = ["accept_length", "accept_length_ci95", "tokens_per_verify_step", *SPEED, "identical_share"]
 
 
-def heldout(run: Run) -> Corpus:
-    """The held-out prompts, prepared as the corpus is."""
+def heldout(run: Run) -> dict[str, Corpus]:
+    """The held-out prompts by suite, each prepared as the corpus is."""
     config = run.config
-    settings = config.evaluate
-    source = PromptsConfig(
-        source=settings.source,
-        split=settings.split,
-        subset=settings.subset,
-        limit=settings.limit,
-        max_prompt_tokens=config.prompts.max_prompt_tokens,
-        unit_size=config.prompts.unit_size,
-        max_bad_share=config.prompts.max_bad_share,
-    )
-    kwargs = {**run.target["chat_template_kwargs"], **settings.chat_template_kwargs}
+    kwargs = {**run.target["chat_template_kwargs"], **config.evaluate.chat_template_kwargs}
     run = dataclasses.replace(run, target=run.target | {"chat_template_kwargs": kwargs})
+    return {name: _prepared(run, name, suite) for name, suite in suites(config.evaluate).items()}
+
+
+def _prepared(run: Run, name: str, suite: SuiteConfig) -> Corpus:
+    prompts = run.config.prompts
+    source = PromptsConfig(
+        source=suite.source,
+        split=suite.split,
+        subset=suite.subset,
+        limit=suite.limit,
+        max_prompt_tokens=prompts.max_prompt_tokens,
+        unit_size=prompts.unit_size,
+        max_bad_share=prompts.max_bad_share,
+    )
+    setting = f"evaluate.suites.{name}" if run.config.evaluate.suites else "evaluate"
     try:
         return prepare(run, source)
     except ConfigError as error:
-        raise ConfigError(str(error).replace("prompts.source", "evaluate.source", 1)) from None
+        raise ConfigError(str(error).replace("prompts.source", f"{setting}.source", 1)) from None
 
 
 def evaluate(
-    run: Run, corpus: Corpus, drafter: str, watch: Callable[[SGLangEngine, Path], Any] | None = None
+    run: Run, corpora: dict[str, Corpus], drafter: str, watch: Callable[[SGLangEngine, Path], Any] | None = None
 ) -> dict[str, Any]:
-    """Serve the exported drafter at `<drafter>/export/` on `corpus`; the summary is kept beside the drafter.
+    """Serve the exported drafter at `<drafter>/export/` on the suites; the summary is kept beside the drafter.
 
     `watch` is called with the first engine that drafts and the folder it serves, before the first answer. Ray must be
     running: each engine takes the place of one of hardware's actors. ConfigError unless engine.name is sglang, since
@@ -69,11 +85,16 @@ def evaluate(
     if config.engine.name != "sglang":
         raise ConfigError(f"engine.name: evaluation is served by sglang, not by {config.engine.name}")
     dtype = config.evaluate.dtype or config.engine.dtype
+    rivals = _rivals(run)
     description = {
-        "prompts": corpus.fingerprint,
+        "suites": {
+            name: {"prompts": corpora[name].fingerprint, "max_new_tokens": suite.max_new_tokens}
+            for name, suite in suites(config.evaluate).items()
+        },
         "engine_version": engine_version(config),
         "dtype": dtype,
         "exported": exported(run, drafter),
+        "rivals": [exported(rival, "") for rival in rivals.values()],
         **deciding_args(config, "serve"),
         **{name: getattr(config.evaluate, name) for name in SETTINGS},
     }
@@ -86,23 +107,44 @@ def evaluate(
     takes = {"num_cpus": hardware.cpus_per_actor, "num_gpus": hardware.gpus_per_actor, **actor_options(hardware)}
     served = ray.remote(**takes, max_retries=1)(serve)
     chosen = draftings(config.evaluate)
-    watches = [watch, *[None] * (len(chosen) - 1)]
-    answers = [served.remote(run, corpus, drafter, *pair) for pair in zip(chosen, watches, strict=True)]
+    engines: list[tuple[Run, Drafting | None]] = [(run, one) for one in chosen]
+    engines += [(rival, chosen[0]) for rival in rivals.values()]
     if config.evaluate.baseline:
-        answers.append(served.remote(run, corpus, drafter, None))  # at the same time, where there is room for engines
-    results = ray.get(answers)
+        engines.append((run, None))
+    watches = [watch, *[None] * (len(engines) - 1)]
+    # All at the same time, where there is room for engines
+    asked = zip(engines, watches, strict=True)
+    results = ray.get([served.remote(of, corpora, drafter, drafting, one) for (of, drafting), one in asked])
     for served_engine in results:
         _check_refused(run, served_engine["refused"], len(served_engine["answers"]))
     plain = results[-1] if config.evaluate.baseline else None
     summary = {
-        **{name: value for name, value in description.items() if name != "exported"},
+        **{name: value for name, value in description.items() if name not in ("exported", "rivals")},
         "source": config.evaluate.source,
         "chat_template_kwargs": {**run.target["chat_template_kwargs"], **config.evaluate.chat_template_kwargs},
-        **summarised(run, drafter, dict(zip(chosen, results, strict=False)), plain),
+        **summarised(
+            run,
+            drafter,
+            dict(zip(chosen, results, strict=False)),
+            plain,
+            dict(zip(rivals, results[len(chosen) :], strict=False)),
+        ),
         "seconds": round(time.monotonic() - start, 1),
     }
     run.write_json(key, summary)
     return summary
+
+
+def _rivals(run: Run) -> dict[str, Run]:
+    """The run as it would be with each of evaluate.drafters in place of its own, once."""
+    config = run.config
+    paths = dict.fromkeys(path for path in config.evaluate.drafters if path != config.drafter.path)
+    return {
+        path: dataclasses.replace(
+            run, config=dataclasses.replace(config, drafter=dataclasses.replace(config.drafter, path=path))
+        )
+        for path in paths
+    }
 
 
 class EvaluateError(RuntimeError):
@@ -121,24 +163,39 @@ def _check_refused(run: Run, refused: list[dict[str, str]], answered: int) -> No
 
 
 def summarised(
-    run: Run, drafter: str, served: dict[Drafting, dict[str, Any]], plain: dict[str, Any] | None
+    run: Run,
+    drafter: str,
+    served: dict[Drafting, dict[str, Any]],
+    plain: dict[str, Any] | None,
+    rivals: dict[str, dict[str, Any]],
 ) -> dict[str, Any]:
-    """What `serve` brought, as figures: those of the first drafting in full, of all of them as a table."""
+    """What `serve` brought, as figures: those of the first drafting in full, of all of them as a table; `rivals` are
+    other drafters' answers with the same drafting, by their path."""
     drafting, speculating = next(iter(served.items()))
-    rows = speculating["answers"]
+    rows, alone = speculating["answers"], plain["answers"] if plain else []
     by_drafting = [{**one._asdict(), **_figures(run, one, given, plain)} for one, given in served.items()]
+    own = run.config.drafter.path or run.files.url(f"{drafter}/export")
+    by_drafter = [
+        {"drafter": path, "faults": given["faults"], **_figures(run, drafting, given, plain)}
+        for path, given in {own: speculating, **rivals}.items()
+    ]
     by = "accept_length" if run.config.hardware.device == "cpu" else "output_tokens_per_s"
-    best = max(by_drafting, key=lambda row: row[by] or 0)
-    in_table = [*Drafting._fields, "accept_length", "accept_length_ci95", "tokens_per_verify_step", *SPEED]
+    best, best_drafter = (max(table, key=lambda row: row[by] or 0) for table in (by_drafting, by_drafter))
     return {
         **_figures(run, drafting, speculating, plain),
         "refused": speculating["refused"],
+        "by_suite": {
+            suite: _acceptance(run, drafting, _of(rows, "suite", suite), _of(alone, "suite", suite) if plain else None)
+            for suite in dict.fromkeys(row["suite"] for row in rows)
+        },
         "by_domain": {
-            domain: measure([row for row in rows if row["domain"] == domain], drafting.num_steps)
+            domain: measure(_of(rows, "domain", domain), drafting.num_steps)
             for domain in sorted({row["domain"] for row in rows})
         },
-        "by_drafting": [{name: row[name] for name in [*in_table, "identical_share"]} for row in by_drafting],
+        "by_drafting": [{name: row[name] for name in [*Drafting._fields, *COMPARED]} for row in by_drafting],
         "best_drafting": {name: best[name] for name in Drafting._fields} | {"by": by},
+        "by_drafter": [{name: row[name] for name in ["drafter", "faults", *COMPARED]} for row in by_drafter],
+        "best_drafter": {"drafter": best_drafter["drafter"], "by": by},
         "simulated": _simulated(run, drafter, drafting, speculating, plain),
         "engine": speculating["engine"],
         "answers": [
@@ -147,20 +204,25 @@ def summarised(
     }
 
 
+def _of(rows: list[Row], name: str, value: str) -> list[Row]:
+    return [row for row in rows if row[name] == value]
+
+
 def _figures(run: Run, drafting: Drafting, served: dict[str, Any], plain: dict[str, Any] | None) -> dict[str, Any]:
     """Acceptance, agreement and speed of one engine that drafted, against the one that did not."""
-    compared = plain if run.config.evaluate.temperature == 0 else None
+    alone = plain["answers"] if plain else None
+    return {**_acceptance(run, drafting, served["answers"], alone), **_speed(run, served, plain)}
+
+
+def _acceptance(run: Run, drafting: Drafting, rows: list[Row], plain: list[Row] | None) -> dict[str, Any]:
     unknown: dict[str, Any] = {
         "greedy_identical": None,
         "identical_share": None,
         "first_divergence": None,
         "different_answers": [],
     }
-    return {
-        **measure(served["answers"], drafting.num_steps),
-        **(agreement(served["answers"], compared["answers"]) if compared else unknown),
-        **_speed(run, served, plain),
-    }
+    compared = plain is not None and run.config.evaluate.temperature == 0
+    return {**measure(rows, drafting.num_steps), **(agreement(rows, plain or []) if compared else unknown)}
 
 
 def _speed(run: Run, served: dict[str, Any], plain: dict[str, Any] | None) -> dict[str, Any]:
@@ -202,31 +264,36 @@ def _simulated(
 
 def serve(
     run: Run,
-    corpus: Corpus,
+    corpora: dict[str, Corpus],
     drafter: str,
     drafting: Drafting | None,
     watch: Callable[[SGLangEngine, Path], Any] | None = None,
 ) -> dict[str, Any]:
-    """One engine's answers to the whole corpus, with the drafter or (None) without. Runs as a Ray task."""
+    """One engine's answers to all suites, with the drafter or (None) without. Runs as a Ray task."""
     config = run.config
     settings = config.evaluate
     walking = drafting is None and settings.simulate
-    sampling = SamplingConfig(max_new_tokens=settings.max_new_tokens, temperature=settings.temperature)
+    sampling = {
+        name: SamplingConfig(max_new_tokens=suite.max_new_tokens or 0, temperature=settings.temperature)
+        for name, suite in suites(settings).items()
+    }
     most = max(one.num_draft_tokens for one in draftings(settings))
     room = context_length(config, run.folder) - most  # of all engines, to answer the same
     spec, watched = run.spec if walking else None, watch is not None
     with serving(run, drafter, drafting, spec, watched) as (engine, folder):
         if watch:
             watch(engine, folder)
-        prompts = [prompt for unit in corpus.units for prompt in corpus.read(unit)]
+        asked = _asked(corpora)
 
-        def respond(prompt: Prompt) -> dict[str, Any]:
-            return _row(prompt, answer(engine, prompt.segments, sampling, room))
+        def respond(question: tuple[str, Prompt]) -> dict[str, Any]:
+            suite, prompt = question
+            return {"suite": suite, **_row(prompt, answer(engine, prompt.segments, sampling[suite], room))}
 
-        name = f"evaluate {list(drafting)}" if drafting else "evaluate without the drafter"
-        progress = Progress(name, len(prompts), "conversations")
+        of = f" of {config.drafter.path}" if config.drafter.path and settings.drafters else ""
+        name = f"evaluate {list(drafting)}{of}" if drafting else "evaluate without the drafter"
+        progress = Progress(name, len(asked), "conversations")
         start = time.monotonic()
-        results = each(respond, prompts, settings.batch_size, progress.add)
+        results = each(respond, asked, settings.batch_size, progress.add)
         seconds = time.monotonic() - start
         rows = [row for row in results if not isinstance(row, RequestError)]
         torch.set_num_threads(config.hardware.cpus_per_actor)  # for the walk; Ray's OMP_NUM_THREADS may say less
@@ -234,13 +301,24 @@ def serve(
             "engine": engine.info,
             "answers": rows,
             "seconds": seconds,
-            "walked": walk_answers(run, engine, folder, rows, settings.num_steps) if walking else None,
+            "faults": check_folder(folder, run.model) if drafting else [],
+            "walked": walk_answers(run, engine, folder, rows, draftings(settings)[0]) if walking else None,
             "refused": [
                 {"id": prompt.id, "reason": str(row)}
-                for prompt, row in zip(prompts, results, strict=True)
+                for (_, prompt), row in zip(asked, results, strict=True)
                 if isinstance(row, RequestError)
             ],
         }
+
+
+def _asked(corpora: dict[str, Corpus]) -> list[tuple[str, Prompt]]:
+    """Every prompt and its suite. Several suites may have the same ids: theirs begin with the suite."""
+    return [
+        (name, dataclasses.replace(prompt, id=f"{name}/{prompt.id}") if len(corpora) > 1 else prompt)
+        for name, corpus in corpora.items()
+        for unit in corpus.units
+        for prompt in corpus.read(unit)
+    ]
 
 
 def _row(prompt: Prompt, answered: Answered) -> dict[str, Any]:
@@ -265,7 +343,7 @@ def _row(prompt: Prompt, answered: Answered) -> dict[str, Any]:
 
 
 def walk_answers(
-    run: Run, engine: TargetEngine, folder: Path, rows: list[dict[str, Any]], num_steps: int
+    run: Run, engine: TargetEngine, folder: Path, rows: list[dict[str, Any]], drafting: Drafting
 ) -> dict[str, Any]:
     """The drafter in `folder` walked over the rows' conversations, in fp32 on the CPU: the engine has the GPU."""
     progress = Progress("evaluate: walk", len(rows), "conversations")
@@ -277,7 +355,7 @@ def walk_answers(
 
     target = dataclasses.replace(run.config.target, weights=None)  # the files that the engine runs
     pieces = load_pieces(target, torch.float32)
-    return totals(simulate(load(folder, pieces.embedding), samples(), pieces.head, num_steps))
+    return totals(simulate(load(folder, pieces.embedding), samples(), pieces.head, drafting))
 
 
 def _captured(engine: TargetEngine, row: dict[str, Any]) -> Features:

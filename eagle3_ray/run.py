@@ -37,6 +37,7 @@ from eagle3_ray.config import (
     check_drafter,
     check_export,
     draftings,
+    suites,
 )
 from eagle3_ray.store.commits import Units
 from eagle3_ray.store.filesystem import Filesystem, StoreError
@@ -94,18 +95,35 @@ def exported(run: Run, drafter: str) -> dict[str, Any]:
     """What tells the served drafter apart: `files` {name: sha256}, as they lie there now, whatever was edited since its
     export; of the one at the key `drafter` also its export.json."""
     path = run.config.drafter.path
-    if not path:
-        found = run.read_json(f"{drafter}/export.json")
-        if found is None:
-            raise ConfigError(f"no exported drafter at {run.files.url(drafter)}; run ray_jobs.export first")
-        return found | {"files": _digests(run.files, f"{drafter}/export")}
+    if path:
+        return {"drafter_path": path, "files": _digests(_another(path, run.config, "drafter.path")[0], "")}
+    found = run.read_json(f"{drafter}/export.json")
+    if found is None:
+        raise ConfigError(f"no exported drafter at {run.files.url(drafter)}; run ray_jobs.export first")
+    return found | {"files": _digests(run.files, f"{drafter}/export")}
+
+
+def _another(path: str, config: Config, setting: str) -> tuple[Filesystem, dict[str, Any]]:
+    """Another's drafter, a folder or s3:// URL: its files, and its config.json. ConfigError names `setting`."""
     try:
-        digests = _digests(Filesystem(path, run.config.store.storage_options), "")
-        if "config.json" not in digests:
-            raise FileNotFoundError("it holds no config.json")
-        return {"drafter_path": path, "files": digests}
-    except (StoreError, OSError) as error:
-        raise ConfigError(f"drafter.path: no drafter at {path!r}: {error}") from None
+        files = Filesystem(path, config.store.storage_options)
+        return files, json.loads(files.read("config.json"))
+    except (StoreError, OSError, ValueError) as error:
+        raise ConfigError(f"{setting}: no drafter at {path!r}: {error}") from None
+
+
+def _check_rival(path: str, config: Config, target: dict[str, Any]) -> None:
+    """ConfigError unless a drafter of evaluate.drafters has weights, and is of a target of this text config's sizes."""
+    files, shape = _another(path, config, "evaluate.drafters")
+    if not any(name.endswith(".safetensors") for name in files.list("")):
+        raise ConfigError(f"evaluate.drafters: no safetensors in {path!r}, only {files.list('')}")
+    seen = {"vocab_size": shape.get("vocab_size")}
+    seen["hidden_size"] = shape.get("target_hidden_size") or shape.get("hidden_size")
+    for name, value in seen.items():
+        if value != target[name]:
+            raise ConfigError(
+                f"evaluate.drafters: {path!r} is of another target: its {name} is {value}, this one's {target[name]}"
+            )
 
 
 def _digests(files: Filesystem, folder: str) -> dict[str, str]:
@@ -146,13 +164,16 @@ def open_run(config: Config) -> Run:
         Published(config.drafter, model, len(spec.boundaries), config.store.storage_options)
     if config.export.format != "sglang":
         _check_format(config, model, list(spec.boundaries))
+    for path in config.evaluate.drafters:
+        _check_rival(path, config, model)
     room = int(model_value(model, "max_position_embeddings"))
-    for name, new in (
-        ("sampling.max_new_tokens", config.sampling.max_new_tokens),
-        ("evaluate.max_new_tokens", config.evaluate.max_new_tokens),
-    ):
+    answers = {"sampling": config.sampling.max_new_tokens, "evaluate": config.evaluate.max_new_tokens}
+    answers |= {f"evaluate.suites.{name}": suite.max_new_tokens or 0 for name, suite in config.evaluate.suites.items()}
+    for name, new in answers.items():
         if new >= room:
-            raise ConfigError(f"{name}: {new} leaves no room for a prompt in the target's context of {room}")
+            raise ConfigError(
+                f"{name}.max_new_tokens: {new} leaves no room for a prompt in the target's context of {room}"
+            )
     return Run(config, files, model, describe_target(config.target, folder), spec)
 
 
@@ -248,6 +269,7 @@ def check_values(config: Config) -> None:
 
 def _check_evaluate(config: Config) -> None:
     evaluate = config.evaluate
+    suites(evaluate)
     widest = max(drafting.topk for drafting in draftings(evaluate))
     if widest > config.drafter.draft_vocab_size:
         raise ConfigError(
@@ -257,11 +279,11 @@ def _check_evaluate(config: Config) -> None:
         raise ConfigError(
             f"evaluate.temperature: {evaluate.temperature}, but with hardware.device=cpu SGLang verifies greedily"
         )
-    wanted = {"baseline": True, "temperature": 0, "topk": 1}  # whose answers, and how they are walked
+    wanted = {"baseline": True, "temperature": 0}  # whose answers are walked
     for name, value in wanted.items():
         if evaluate.simulate and getattr(evaluate, name) != value:
             raise ConfigError(
-                f"evaluate.simulate: it walks chains over the greedy answers of the target alone; not with "
+                f"evaluate.simulate: it walks over the greedy answers of the target alone; not with "
                 f"evaluate.{name}={getattr(evaluate, name)}"
             )
 

@@ -16,6 +16,10 @@ def main(run: Run) -> None:
     if not run.config.drafter.path:
         publish_card(run, features, drafter, exported(run, drafter), summary)
     print(f"evaluate: accept length {summary['accept_length']} over {summary['verify_steps']} verify steps")
+    for name, row in summary["by_suite"].items():
+        print(f"  {name}: {row['accept_length']}")
+    for row in summary["by_drafter"][1:]:
+        print(f"  {row['drafter']}: {row['accept_length']}")
 
 
 if __name__ == "__main__":

@@ -107,12 +107,19 @@ def test_an_evaluation_comes_into_the_card_and_an_equal_card_is_left_alone(tmp_p
     exported = export_with(run, features, "d", [1, 3, 5])
     assert "serves with enable_multimodal set to false, for which SGLang has no flag" in card_of(run)
     row = {"conversations": 6, "completion_tokens": 90, "verify_steps": 60, "accept_length": 1.5}
+    told = {"accept_length_ci95": [1.4, 1.61], "tokens_per_verify_step": 1.25, "distinct_bigram_share": 0.876}
+    suites = {"gsm8k": row | told | {"identical_share": 1.0}}
     evaluation = row | {"engine_version": "0.5.23", "by_domain": {"maths": row | {"accept_length": None}}}
+    evaluation |= {"by_suite": suites}
     publish_card(run, features, "d", exported, evaluation)
     card = card_of(run)
     assert "on\n6 held-out conversations (90 completion tokens in 60 verify steps):\naccept length 1.500." in card
     assert "| maths | 6 | none |" in card
     assert "not measured yet" not in card
+    assert "| suite |" not in card
+    publish_card(run, features, "d", exported, evaluation | {"by_suite": suites | {"mine": suites["gsm8k"]}})
+    assert "| mine | 6 | 1.500 | 1.40 to 1.61 | 1.250 | 87.6% | 100.0% |" in card_of(run)
+    publish_card(run, features, "d", exported, evaluation)
     path = tmp_path / "store" / "d" / "export" / "README.md"
     before = path.stat().st_mtime_ns
     publish_card(run, features, "d", exported, evaluation)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,18 +15,34 @@ import torch
 from conftest import ROOT, compose
 from test_cli import command
 
+from eagle3_ray import evaluate as evaluation
 from eagle3_ray.acceptance import agreement, different, distinct_bigrams, interval, measure
-from eagle3_ray.config import ConfigError, Drafting, EvaluateConfig, draftings
+from eagle3_ray.config import (
+    ConfigError,
+    DrafterConfig,
+    Drafting,
+    EvaluateConfig,
+    SamplingConfig,
+    SuiteConfig,
+    draftings,
+    suites,
+)
+from eagle3_ray.drafter.checkpoint import export
+from eagle3_ray.drafter.model import Drafter
+from eagle3_ray.drafter.shape import drafter_config
+from eagle3_ray.drafter.target import initialise, load_pieces
 from eagle3_ray.engines.base import Answered, Captured, Response
 from eagle3_ray.evaluate import SETTINGS, _captured, _row, heldout, summarised
 from eagle3_ray.prepare import Prompt
 from eagle3_ray.run import check_values, open_run
 
 
-def row(name: str, histogram: list[int], tokens: int, steps: int, *answers: list[int]) -> dict[str, Any]:
+def row(
+    name: str, histogram: list[int], tokens: int, steps: int, *answers: list[int], suite: str = "heldout"
+) -> dict[str, Any]:
     return {
-        "id": name, "domain": "d", "histogram": histogram, "completion_tokens": tokens, "verify_steps": steps,
-        "answers": list(answers),
+        "id": name, "domain": "d", "suite": suite, "histogram": histogram, "completion_tokens": tokens,
+        "verify_steps": steps, "answers": list(answers),
     }  # fmt: skip
 
 
@@ -116,24 +133,37 @@ def test_agreement_is_a_share_and_where_the_others_part() -> None:
 
 
 def served(*rows: dict[str, Any], seconds: float, walked: dict[str, Any] | None = None) -> dict[str, Any]:
-    return {"answers": list(rows), "seconds": seconds, "walked": walked, "refused": [], "engine": {"engine": "sglang"}}
+    engine = {"engine": "sglang"}
+    return {
+        "answers": list(rows), "seconds": seconds, "walked": walked, "refused": [], "engine": engine, "faults": []
+    }  # fmt: skip
 
 
-def figures(tmp_path: Path, device: str = "cuda", **settings: Any) -> dict[str, Any]:
-    """The summary of two draftings and the target alone, with counts made up."""
+def figures(tmp_path: Path, device: str = "cuda", differing: bool = False, **settings: Any) -> dict[str, Any]:
+    """The summary of two draftings, of another drafter and of the target alone, with counts made up."""
     training = {"heldout": {"samples": 4, "draft_steps": 3, "after": {"accept_length": 1.9, "completion_tokens": 40}}}
     run: Any = SimpleNamespace(
         read_json=lambda key: training if key == "d/summary.json" else None,
+        files=SimpleNamespace(url=lambda key: f"/store/{key}"),
         config=SimpleNamespace(
-            evaluate=EvaluateConfig(source="x", **settings), hardware=SimpleNamespace(device=device)
+            evaluate=EvaluateConfig(source="x", **settings),
+            hardware=SimpleNamespace(device=device),
+            drafter=DrafterConfig(),
         ),
     )
-    chain = served(row("a", [1, 1], 20, 10, [1, 2, 3]), row("b", [1], 22, 10, [4, 5]), seconds=2.0)
+    chain = served(
+        row("a", [1, 1], 20, 10, [1, 2, 3], suite="maths"), row("b", [1], 22, 10, [4, 5], suite="code"), seconds=2.0
+    )
     tree = served(row("a", [1, 1], 20, 9, [1, 2, 3]), row("b", [1], 22, 9, [4, 6]), seconds=3.0)
     plain = served(
-        row("a", [], 20, 0, [1, 2, 3]), row("b", [], 22, 0, [4, 5]), seconds=4.2, walked={"accept_length": 2.105}
+        row("a", [], 20, 0, [1, 2, 3], suite="maths"),
+        row("b", [], 22, 0, [4, 7] if differing else [4, 5], suite="code"),
+        seconds=4.2,
+        walked={"accept_length": 2.105},
     )
-    return summarised(run, "d", {Drafting(3, 1, 4): chain, Drafting(3, 2, 8): tree}, plain)
+    other = served(row("a", [1, 1], 20, 8, [1, 2, 3]), row("b", [1], 22, 8, [4, 6]), seconds=2.1)
+    rivals = {"s3://b/other": other | {"faults": ["d2t is odd"]}}
+    return summarised(run, "d", {Drafting(3, 1, 4): chain, Drafting(3, 2, 8): tree}, plain, rivals)
 
 
 def test_speed_is_tokens_over_seconds_and_names_the_best_drafting(tmp_path: Path) -> None:
@@ -145,6 +175,27 @@ def test_speed_is_tokens_over_seconds_and_names_the_best_drafting(tmp_path: Path
     assert [line["identical_share"] for line in summary["by_drafting"]] == [1.0, 0.5]
     best = {"num_steps": 3, "topk": 1, "num_draft_tokens": 4, "by": "output_tokens_per_s"}
     assert summary["best_drafting"] == best
+
+
+def test_drafters_stand_side_by_side_and_the_best_is_named(tmp_path: Path) -> None:
+    summary = figures(tmp_path)
+    own, other = summary["by_drafter"]
+    assert (own["drafter"], own["accept_length"], own["speedup"], own["faults"]) == ("/store/d/export", 2.1, 2.1, [])
+    assert (other["drafter"], other["accept_length"], other["speedup"]) == ("s3://b/other", 2.625, 2.0)
+    assert (own["identical_share"], other["identical_share"], other["faults"]) == (1.0, 0.5, ["d2t is odd"])
+    assert summary["best_drafter"] == {"drafter": "/store/d/export", "by": "output_tokens_per_s"}
+    assert figures(tmp_path, device="cpu")["best_drafter"] == {"drafter": "s3://b/other", "by": "accept_length"}
+
+
+def test_each_suite_has_its_figures(tmp_path: Path) -> None:
+    by_suite = figures(tmp_path, differing=True)["by_suite"]
+    assert list(by_suite) == ["maths", "code"]
+    assert [row["accept_length"] for row in by_suite.values()] == [2.0, 2.2]
+    assert [row["tokens_per_verify_step"] for row in by_suite.values()] == [1.9, 2.1]
+    assert [row["identical_share"] for row in by_suite.values()] == [1.0, 0.0]
+    assert [row["distinct_bigram_share"] for row in by_suite.values()] == [1.0, 1.0]
+    alone = figures(tmp_path, temperature=0.5)["by_suite"]
+    assert [row["identical_share"] for row in alone.values()] == [None, None]
 
 
 def test_speed_is_never_told_of_a_cpu(tmp_path: Path) -> None:
@@ -192,6 +243,19 @@ def test_the_states_that_are_walked_are_those_of_the_answers() -> None:
 def test_the_demo_serves_in_the_precision_that_it_captures() -> None:
     config = compose()
     assert (config.engine.dtype, config.evaluate.dtype) == ("float32", None)
+
+
+def test_suites_have_their_own_limits_or_those_of_all() -> None:
+    config = compose("evaluate=suites", "evaluate.limit=4", "evaluate.suites.gsm8k.limit=2")
+    check_values(config)
+    asked = suites(config.evaluate)
+    assert [(name, one.limit, one.max_new_tokens) for name, one in asked.items()] == [
+        ("mt_bench", 4, 1024), ("gsm8k", 2, 512), ("humaneval", 4, 512), ("math500", 4, 2048),
+    ]  # fmt: skip
+    assert asked["gsm8k"].subset == "main"
+    added = compose("evaluate=file", "+evaluate.suites={mine: {source: p.jsonl}}", "evaluate.max_new_tokens=7")
+    assert suites(added.evaluate) == {"mine": SuiteConfig("p.jsonl", max_new_tokens=7)}
+    assert suites(compose("evaluate=gsm8k").evaluate)["heldout"] == dataclasses.replace(asked["gsm8k"], limit=None)
 
 
 @pytest.mark.parametrize("suite", ["mt_bench", "gsm8k", "humaneval", "math500"])
@@ -251,13 +315,20 @@ def test_what_sglang_or_the_walk_cannot_do_is_refused_before_any_engine_starts()
     assert refusal(temperature=0.7).startswith("evaluate.temperature: 0.7, but with hardware.device=cpu")
     assert refusal(sweep=[[2, 9000, 10]]) == "evaluate.topk: 9000 is more than drafter.draft_vocab_size=4096"
     assert refusal(simulate=True, baseline=False).endswith("not with evaluate.baseline=False")
-    assert refusal(simulate=True, topk=2).endswith("not with evaluate.topk=2")
+    assert refusal(sweep=[[3, 2, 8]], source=None).startswith("evaluate.source: None with evaluate.suites=[]")
+    several = {"a": SuiteConfig("a.jsonl"), "b": SuiteConfig("b.jsonl", max_new_tokens=0)}
+    assert refusal(suites=several).startswith(f"evaluate.source: {config.evaluate.source!r} with evaluate.suites=['a',")
+    assert refusal(source=None, suites=several) == "evaluate.suites.b.max_new_tokens: 0 is less than 1"
+    tree = dataclasses.replace(config.evaluate, simulate=True, num_steps=3, topk=2, num_draft_tokens=8)
+    check_values(dataclasses.replace(config, evaluate=tree))  # trees are walked too
 
 
 def test_what_decides_an_evaluation_is_in_its_fingerprint() -> None:
-    """All settings but those that decide the prompts, whose own fingerprint is in it, and the dtype, which is named."""
-    of_the_prompts = {"source", "split", "subset", "limit", "chat_template_kwargs"}
-    assert set(SETTINGS) == {f.name for f in dataclasses.fields(EvaluateConfig)} - of_the_prompts - {"dtype"}
+    """All settings but those of the prompts and drafters, of which more than the names is in it, and the dtype, which
+    is named."""
+    of_the_prompts = {"source", "split", "subset", "limit", "suites", "max_new_tokens", "chat_template_kwargs"}
+    named = {"dtype", "drafters"}
+    assert set(SETTINGS) == {f.name for f in dataclasses.fields(EvaluateConfig)} - of_the_prompts - named
 
 
 def test_thinking_can_be_switched_for_the_evaluation_alone(smollm2: Path, tmp_path: Path) -> None:
@@ -279,12 +350,60 @@ def test_thinking_can_be_switched_for_the_evaluation_alone(smollm2: Path, tmp_pa
     settings += ["+target.chat_template_kwargs.thinking=true"]
 
     def prompt(*overrides: str) -> list[int]:
-        corpus = heldout(open_run(compose(*settings, *overrides)))
+        (corpus,) = heldout(open_run(compose(*settings, *overrides))).values()
         return corpus.read(corpus.units[0])[0].segments[0]
 
     thinking, without = prompt(), prompt("+evaluate.chat_template_kwargs.thinking=false")
     assert thinking[: len(without)] == without and len(thinking) > len(without)
     assert prompt("+evaluate.chat_template_kwargs.other=1") == thinking  # the target's own stay
+
+
+def test_an_engine_answers_every_suite_each_up_to_its_own_length(
+    smollm2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"id": "x", "prompt": f"Say {name}"}))
+    both = (
+        f"+evaluate.suites={{a: {{source: {tmp_path}/a.jsonl}}, b: {{source: {tmp_path}/b.jsonl, max_new_tokens: 3}}}}"
+    )
+    run = open_run(compose(f"target.path={smollm2}", f"store.root={tmp_path}/store", "evaluate=file", both))
+
+    class Engine:
+        info = {"engine": "none"}
+
+        def generate(self, prompts: list[list[int]], sampling: SamplingConfig) -> list[Response]:
+            return [Response([7] * sampling.max_new_tokens, "length", {"spec_verify_ct": 5}) for _ in prompts]
+
+    monkeypatch.setattr(evaluation, "serving", lambda *_: nullcontext((Engine(), tmp_path)))
+    monkeypatch.setattr(evaluation, "check_folder", lambda *_: ["a fault"])
+    corpora = heldout(run)
+    got = evaluation.serve(run, corpora, "d", Drafting(3, 1, 4))
+    assert [(row["suite"], row["id"], row["completion_tokens"]) for row in got["answers"]] == [
+        ("a", "a/x", 512), ("b", "b/x", 3),
+    ]  # fmt: skip
+    assert (got["faults"], got["refused"], got["walked"]) == (["a fault"], [], None)
+    alone = evaluation.serve(run, {"a": corpora["a"]}, "d", None)
+    assert ([row["id"] for row in alone["answers"]], alone["faults"]) == (["x"], [])
+
+
+def test_other_drafters_are_looked_at_before_any_engine_starts(smollm2: Path, tmp_path: Path) -> None:
+    def refusal(**config: Any) -> str:
+        (tmp_path / "other").mkdir(exist_ok=True)
+        (tmp_path / "other" / "config.json").write_text(json.dumps(config))
+        with pytest.raises(ConfigError) as refused:
+            open_run(compose(*settings))
+        return str(refused.value)
+
+    settings = [f"target.path={smollm2}", f"store.root={tmp_path}/store", f"evaluate.drafters=[{tmp_path}/other]"]
+    with pytest.raises(ConfigError, match=f"evaluate.drafters: no drafter at '{tmp_path}/other'"):
+        open_run(compose(*settings))
+    assert "evaluate.drafters: no safetensors in" in refusal(vocab_size=49152, hidden_size=576)
+    (tmp_path / "other" / "model.safetensors").write_bytes(b"")
+    assert refusal(vocab_size=1, hidden_size=576).endswith("its vocab_size is 1, this one's 49152")
+    assert refusal(vocab_size=49152, hidden_size=64).endswith("its hidden_size is 64, this one's 576")
+    own_width = {"vocab_size": 49152, "hidden_size": 64, "target_hidden_size": 576}
+    (tmp_path / "other" / "config.json").write_text(json.dumps(own_width))
+    open_run(compose(*settings))
 
 
 # ---------------------------------------------------------------- on real SGLang
@@ -311,3 +430,46 @@ def test_served_walked_and_plain_answers_agree_on_sglang(smollm2: Path, tmp_path
     assert (summary["output_tokens_per_s"], summary["speedup"]) == (None, None)
     page = (tmp_path / "runs" / "agree" / "report.html").read_text()
     assert "Chains and trees" in page and "served minus simulated" in page
+
+
+@pytest.mark.engine
+@pytest.mark.full
+def test_drafters_and_suites_side_by_side_on_sglang(tiny_llama_folder: Path, tmp_path: Path) -> None:
+    """Two drafters, trees, two suites with the same ids, and one target alone whose answers are walked."""
+    settings = [f"target.path={tiny_llama_folder}", "capture.boundaries=[2,4,7]", "drafter.draft_vocab_size=2048"]
+    config = compose(*settings, f"store.root={tmp_path}/store")
+    run = open_run(config)
+    pieces = load_pieces(run.config.target, torch.float32)
+    for name, noise in (("good", 0.0), ("noisy", 0.5)):
+        generator = torch.Generator().manual_seed(0)
+        vocabulary = torch.arange(2048) * 24
+        drafter = Drafter(drafter_config(DrafterConfig(), run.model, 3, 2048), vocabulary)
+        initialise(drafter, pieces, seed=0)
+        for parameter in drafter.parameters():
+            parameter.data.add_(torch.randn(parameter.shape, generator=generator), alpha=noise)
+        export(tmp_path / name, drafter, [1, 3, 6], "float32")
+    for name, count in (("a", 3), ("b", 5)):
+        lines = [json.dumps({"id": str(i), "prompt": f"{name} {i} " * (i + 1), "domain": "d"}) for i in range(count)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+    both = (
+        f"+evaluate.suites={{a: {{source: {tmp_path}/a.jsonl}}, b: {{source: {tmp_path}/b.jsonl, max_new_tokens: 9}}}}"
+    )
+    settings += [f"drafter.path={tmp_path}/good", f"evaluate.drafters=[{tmp_path}/noisy]", "evaluate=file", both]
+    settings += ["evaluate.num_steps=3", "evaluate.topk=3", "evaluate.num_draft_tokens=10", "evaluate.simulate=true"]
+    ended = command("evaluate", *settings, "evaluate.max_new_tokens=30", home=tmp_path / "home")
+    assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-4000:]
+    (path,) = (tmp_path / "home").glob("drafters/*/evaluations/*/summary.json")
+    summary = json.loads(path.read_text())
+    print(json.dumps({name: summary[name] for name in ("by_suite", "by_drafter", "best_drafter", "simulated")}))
+    assert {name: row["conversations"] for name, row in summary["by_suite"].items()} == {"a": 3, "b": 5}
+    assert [row["identical_share"] for row in summary["by_suite"].values()] == [1.0, 1.0]
+    assert sum(row["completion_tokens"] for row in summary["by_suite"].values()) == summary["completion_tokens"] <= 135
+    good, noisy = summary["by_drafter"]
+    assert (good["drafter"], noisy["drafter"]) == (f"{tmp_path}/good", f"{tmp_path}/noisy")
+    assert (good["identical_share"], noisy["identical_share"]) == (1.0, 1.0)
+    assert good["accept_length"] > noisy["accept_length"]
+    assert summary["best_drafter"] == {"drafter": f"{tmp_path}/good", "by": "accept_length"}
+    walked = summary["simulated"]["answers"]
+    assert walked["completion_tokens"] == summary["completion_tokens"]
+    assert abs(walked["served_minus_simulated"]) <= 0.01
+    assert f"b: {summary['by_suite']['b']['accept_length']}" in ended.stdout

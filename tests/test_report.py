@@ -29,6 +29,9 @@ def evaluation() -> dict[str, Any]:
         "accept_length_by_step": [0.5],
         "greedy_identical": None,
         "by_domain": {"code": row, "chat": row | {"distinct_bigram_share": None, "accept_length_ci95": None}},
+        "by_suite": {"heldout": row | {"identical_share": None}},
+        "by_drafter": [{**row, **speed, "drafter": "d", "faults": [], "identical_share": None}],
+        "best_drafter": {"drafter": "d", "by": "accept_length"},
         "by_drafting": [{**row, **speed, **chosen, "identical_share": None}],
         "best_drafting": {**chosen, "by": "accept_length"},
         "simulated": {"heldout": None, "answers": None},
@@ -90,7 +93,7 @@ def test_the_evaluation_is_told_with_its_interval_and_by_domain(tmp_path: Path):
     assert "code 7 90 1.500 1.40 to 1.61 1.250 88% 0" in told
     assert "chat 7 90 1.500 – – 1.250 – 0".replace("– – ", "– ") in told
     assert "Speed is not told of a CPU" in told
-    for missing in ("Loops:", "Chains and trees", "Simulated over"):
+    for missing in ("Loops:", "Chains and trees", "Simulated over", "By suite", "Drafters side by side"):
         assert missing not in told
 
 
@@ -117,3 +120,17 @@ def test_speed_agreement_drafting_and_simulation_are_told(tmp_path: Path):
     assert "Best by output tokens a second: 5 steps, top-k 4, 16 tokens" in told
     assert "as the target answered them alone: accept length 1.512; served minus simulated -0.012" in told
     assert "which are other prompts: accept length 1.400; served minus simulated +0.100" in told
+
+
+def test_suites_and_drafters_are_told_side_by_side(tmp_path: Path):
+    (one,) = evaluation()["by_suite"].values()
+    (own,) = evaluation()["by_drafter"]
+    suites = {"gsm8k": one | {"identical_share": 0.975}, "mine": one | {"accept_length": 1.25}}
+    other = own | {"drafter": "s3://b/other", "accept_length": 1.75, "identical_share": 0.5, "faults": ["d2t is odd"]}
+    several = {"by_suite": suites, "by_drafter": [own, other], "best_drafter": {**other, "by": "accept_length"}}
+    told = page(tmp_path, heldout=16, **several)
+    assert "By suite suite conversations" in told
+    assert "gsm8k 7 90 1.500 1.40 to 1.61 1.250 88% 0 97.5%" in told
+    assert "mine 7 90 1.250 1.40 to 1.61 1.250 88% 0 –" in told
+    assert "s3://b/other d2t is odd 1.750 1.40 to 1.61 – – 50.0%" in told
+    assert "Best by accept length: s3://b/other ." in told

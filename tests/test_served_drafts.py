@@ -18,7 +18,7 @@ from conftest import ROOT, compose
 from tiny_targets import tiny_deepseek_v3, tiny_llama
 from torch import Tensor
 
-from eagle3_ray.config import DrafterConfig, SamplingConfig
+from eagle3_ray.config import DrafterConfig, Drafting, SamplingConfig
 from eagle3_ray.drafter.checkpoint import export, load
 from eagle3_ray.drafter.model import Batch, Drafter
 from eagle3_ray.drafter.shape import drafter_config
@@ -27,8 +27,13 @@ from eagle3_ray.engines.base import Response
 from eagle3_ray.engines.sglang import SGLangEngine, ask_layer_ids
 from eagle3_ray.engines.transformers import TransformersEngine
 from eagle3_ray.run import Run, open_run
+from eagle3_ray.store.shards import Features, target_rows
+from eagle3_ray.train.features import batches
+from eagle3_ray.train.simulate import simulate, totals
+from eagle3_ray.train.trees import Grower
 
 STEPS, NOISE = 4, 0.03
+CHAIN = Drafting(STEPS, 1, STEPS + 1)
 TOLERANCE = 1e-4  # of a logit, where two tokens are as good as equal
 PROMPTS = [random.Random(seed).choices(range(3, 500), k=4 + seed) for seed in range(32)]
 SHAPES: dict[str, dict[str, Any]] = {
@@ -71,7 +76,9 @@ def write_drafter(run: Run, settings: dict[str, Any], layer_ids: list[int], fold
     export(folder, drafter, layer_ids, "float32", embedding)
 
 
-def serve(run: Run, folder: Path, scratch: Path) -> tuple[list[Response], list[dict[str, Any]]]:
+def serve(
+    run: Run, folder: Path, scratch: Path, drafting: Drafting = CHAIN
+) -> tuple[list[Response], list[dict[str, Any]]]:
     """The answers to PROMPTS, and what was drafted on the way."""
     info = scratch / "drafts_plugin-0.dist-info"
     info.mkdir()
@@ -82,9 +89,9 @@ def serve(run: Run, folder: Path, scratch: Path) -> tuple[list[Response], list[d
     arguments = {
         "speculative_algorithm": "EAGLE3",
         "speculative_draft_model_path": str(folder),
-        "speculative_num_steps": STEPS,
-        "speculative_eagle_topk": 1,
-        "speculative_num_draft_tokens": STEPS + 1,
+        "speculative_num_steps": drafting.num_steps,
+        "speculative_eagle_topk": drafting.topk,
+        "speculative_num_draft_tokens": drafting.num_draft_tokens,
     }
     engine = SGLangEngine(run.config, run.folder, None, arguments)
     try:
@@ -114,6 +121,18 @@ def chain(drafter: Drafter, ids: list[list[int]], aux: list[Tensor], drafts: lis
     return [drafter.lm_head(state) for state in drafter(batch, [slots] * STEPS)]
 
 
+def told(drafted: list[dict[str, Any]], whole: dict[Any, list[int]]) -> dict[tuple[Any, int], list[int]]:
+    """What was drafted behind each root, (prompt, its position): not of a warm-up, nor behind the answer's end."""
+    seen: dict[tuple[Any, int], list[int]] = {}
+    for row in drafted:
+        key, length, tokens = tuple(row["prompt"]), row["length"], row["tokens"]
+        if key in whole and length < len(whole[key]):
+            assert whole[key][length] == tokens[0]
+            seen[key, length] = tokens[1:]
+    assert {key for key, _ in seen} == set(whole)
+    return seen
+
+
 @torch.no_grad()
 def compare(run: Run, folder: Path, answers: list[Response], drafted: list[dict[str, Any]]) -> dict[str, int]:
     """Assert that every draft is our own; count the slots, the drafts, and those that only the tolerance made equal."""
@@ -122,13 +141,7 @@ def compare(run: Run, folder: Path, answers: list[Response], drafted: list[dict[
     captured = reference(run).capture(list(whole.values()))
     states = {key: of.aux for key, of in zip(whole, captured, strict=True)}  # of [T, A*H]
     place = {token: i for i, token in enumerate(drafter.draft_ids.tolist())}
-    seen: dict[tuple[Any, int], list[int]] = {}
-    for row in drafted:
-        key, length, tokens = tuple(row["prompt"]), row["length"], row["tokens"]
-        if key in whole and length < len(whole[key]):  # not of a warm-up, and not behind the answer's end
-            assert whole[key][length] == tokens[0]
-            seen[key, length] = tokens[1:]
-    assert {key for key, _ in seen} == set(whole)
+    seen = told(drafted, whole)
     ids = [whole[key][: length + 1] for key, length in seen]
     aux = [states[key][:length] for key, length in seen]
     close = 0
@@ -155,3 +168,34 @@ def test_sglang_drafts_what_our_own_greedy_chain_drafts(name: str, tmp_path: Pat
     assert found["close"] <= found["drafts"] // 500
     if name != "own width":  # which has nothing to start from
         assert accepted > 10
+
+
+@pytest.mark.engine
+@pytest.mark.full
+@pytest.mark.parametrize(("name", "drafting"), [("plain", Drafting(4, 3, 8)), ("norm_output", Drafting(3, 4, 21))])
+@torch.no_grad()
+def test_sglang_grows_our_own_trees_and_accepts_as_much_of_them(name: str, drafting: Drafting, tmp_path: Path):
+    """Every verified draft of every step, and the accept length of the walk over the same answers."""
+    run = open_target("gqa", tmp_path)
+    write_drafter(run, SHAPES[name], ask_layer_ids(run.config, run.spec.boundaries), tmp_path / "drafter", True)
+    answers, drafted = serve(run, tmp_path / "drafter", tmp_path, drafting)
+    pieces = load_pieces(run.config.target, torch.float32)
+    drafter = load(tmp_path / "drafter", pieces.embedding)
+    whole = {tuple(p): p + a.token_ids for p, a in zip(PROMPTS, answers, strict=True)}
+    seen, same, samples = told(drafted, whole), 0, []
+    for key, states in zip(whole, reference(run).capture(list(whole.values())), strict=True):
+        mask = torch.arange(len(whole[key])) >= len(key)  # [T]
+        rows = target_rows(mask)
+        ids = torch.tensor(whole[key], dtype=torch.int32)
+        samples.append(Features(str(key), ids, mask, states.aux, states.last_hidden[rows], rows))
+        (batch,) = batches(samples[-1:], 10**6, torch.float32)
+        lengths = sorted(length for prompt, length in seen if prompt == key)
+        trees = Grower(drafter, batch).grow(torch.tensor(lengths) - 1, drafting)
+        same += sum(ours == seen[key, at] for ours, at in zip(trees.verified().tolist(), lengths, strict=True))
+    walked = totals(simulate(drafter, samples, pieces.head, drafting))
+    steps = sum(answer.speculation["spec_verify_ct"] for answer in answers)
+    print(name, drafting, {"trees": len(seen), "same": same, "served": walked["completion_tokens"] / steps}, walked)
+    assert len(seen) > 150 and same >= 0.98 * len(seen)  # but where two candidates are as good as equal
+    assert walked["completion_tokens"] == sum(len(answer.token_ids) for answer in answers)
+    assert walked["completion_tokens"] / steps == pytest.approx(walked["accept_length"], abs=0.01)
+    assert walked["accept_length"] > 1.05 * walked["never_right"]

@@ -13,7 +13,7 @@ from conftest import compose
 from test_train import counting, pieces, training
 from tiny_targets import tiny_llama
 
-from eagle3_ray.config import DrafterConfig
+from eagle3_ray.config import DrafterConfig, Drafting
 from eagle3_ray.drafter.checkpoint import export
 from eagle3_ray.drafter.loss import target_argmax
 from eagle3_ray.drafter.model import Batch, Drafter
@@ -25,6 +25,8 @@ from eagle3_ray.run import open_run
 from eagle3_ray.store.shards import Features, target_rows
 from eagle3_ray.train.features import positions
 from eagle3_ray.train.simulate import Walked, simulate, totals
+
+CHAIN = Drafting(3, 1, 4)
 
 
 @torch.no_grad()
@@ -83,7 +85,7 @@ def test_the_walk_takes_the_steps_that_serving_takes(shape: DrafterConfig) -> No
     samples = [sample for sample in made if greedy(sample)]
     assert len(samples) >= 6
     for steps in (1, 3):
-        walked = simulate(trainer.drafter, iter(samples), pieces().head, steps)
+        walked = simulate(trainer.drafter, iter(samples), pieces().head, Drafting(steps, 1, steps + 1))
         assert [(w.completion_tokens, w.verify_steps) for w in walked] == [
             serve(trainer.drafter, sample, steps) for sample in samples
         ]
@@ -97,8 +99,8 @@ def test_samples_without_an_answer_are_left_out_and_long_ones_cut() -> None:
     silent = next(counting(n) for n in range(20) if not counting(n).loss_mask.any())
     spoken = next(counting(n) for n in range(20) if counting(n).loss_mask.sum() > 8)
     first = int(spoken.loss_mask.nonzero()[0])
-    (whole,) = simulate(trainer.drafter, [silent, spoken], pieces().head, 3)
-    (cut,) = simulate(trainer.drafter, [spoken], pieces().head, 3, max_length=first + 5)
+    (whole,) = simulate(trainer.drafter, [silent, spoken], pieces().head, CHAIN)
+    (cut,) = simulate(trainer.drafter, [spoken], pieces().head, CHAIN, max_length=first + 5)
     assert (whole.id, whole.completion_tokens) == (spoken.id, int(spoken.loss_mask.sum()))
     assert cut.completion_tokens == 5
 
@@ -150,7 +152,7 @@ def test_an_engines_own_answers_are_walked_with_the_exported_drafter(tmp_path: P
             yield Features(row["id"], torch.tensor(row["token_ids"]), mask, aux, last[kept], kept)
 
     engine: Any = Engine()
-    found = walk_answers(run, engine, tmp_path / "drafter", rows, 3)
+    found = walk_answers(run, engine, tmp_path / "drafter", rows, CHAIN)
     counts = [serve(drafter, sample, 3) for sample in samples()]
     assert found["completion_tokens"] == sum(tokens for tokens, _ in counts) == 120
     assert found["verify_steps"] == sum(steps for _, steps in counts)

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from eagle3_ray.config import TrainConfig
+from eagle3_ray.config import Drafting, TrainConfig
 from eagle3_ray.drafter.loss import Metrics, target_argmax, targets, ttt_loss
 from eagle3_ray.drafter.model import Batch, Drafter
 from eagle3_ray.store.shards import Features
@@ -122,8 +122,9 @@ class Training:
         self.taken = taken
 
     def accept_length(self, samples: list[Features], num_steps: int) -> dict[str, Any]:
-        """Simulated serving of the samples' greedy answers, drafted `num_steps` ahead (`simulate`, `totals`)."""
-        given = self.drafter, samples, self.head, num_steps, self.config.max_length, self.dtype
+        """Simulated serving of the samples' greedy answers, in chains of `num_steps` drafts (`simulate`, `totals`)."""
+        chain = Drafting(num_steps, 1, num_steps + 1)
+        given = self.drafter, samples, self.head, chain, self.config.max_length, self.dtype
         return totals(simulate(*given))
 
 

@@ -1,7 +1,8 @@
 """Accept length without an engine: a drafter walked over finished greedy answers as serving would have drafted them.
 
 Training walks its held-out samples before the first step and at the end; the evaluation walks the very answers that the
-target gave alone (evaluate.simulate). Chains only: a draft is right when it is the target's likeliest token.
+target gave alone (evaluate.simulate). In a chain a draft is right when it is the target's likeliest token, in a tree
+(trees.py) when it is what the target said; for a greedy answer the two are one.
 """
 
 from __future__ import annotations
@@ -13,10 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from eagle3_ray.config import Drafting
 from eagle3_ray.drafter.loss import target_argmax, targets, ttt_loss, walk
-from eagle3_ray.drafter.model import Drafter
+from eagle3_ray.drafter.model import Batch, Drafter
 from eagle3_ray.store.shards import Features
 from eagle3_ray.train.features import batches
+from eagle3_ray.train.trees import tree_hits
 
 
 @dataclass(frozen=True)
@@ -34,26 +37,33 @@ def simulate(
     drafter: Drafter,
     samples: Iterable[Features],
     head: Tensor,
-    num_steps: int,
+    drafting: Drafting,
     max_length: int = 2**31,
     dtype: torch.dtype = torch.float32,
 ) -> list[Walked]:
-    """Each sample's completion tokens and verify steps, `num_steps` drafted a verify step (`walk`).
+    """Each sample's completion tokens and verify steps, drafted as `drafting` says at each verify step (`walk`).
 
     `head` [V, H] is the target's, on the drafter's device. A sample is cut to `max_length` tokens; one without an
     answer is left out. Samples are taken one at a time, so they may come from a generator.
     """
-    device, draft_head, walked = head.device, head[drafter.draft_ids], []  # [Vd, H]
+    device, steps, walked = head.device, drafting.num_steps, []
     for sample in samples:
         for batch in batches([sample], max_length, dtype):
             batch = batch.to(device)
-            goal = targets(batch, target_argmax(batch.last_hidden, head), drafter, num_steps)
             with torch.autocast(device.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
-                _, _, hits = ttt_loss(drafter, batch, goal, draft_head, goal.count())  # [T]
-            tokens, steps = walk(hits, batch.loss_mask, num_steps)
-            _, without = walk(torch.zeros_like(hits), batch.loss_mask, num_steps)
-            walked.append(Walked(sample.id, tokens, steps, without))
+                chain = drafting.topk == 1
+                hits = _chain_hits(drafter, batch, head, steps) if chain else tree_hits(drafter, batch, drafting)  # [T]
+            tokens, verified = walk(hits, batch.loss_mask, steps)
+            _, without = walk(torch.zeros_like(hits), batch.loss_mask, steps)
+            walked.append(Walked(sample.id, tokens, verified, without))
     return walked
+
+
+def _chain_hits(drafter: Drafter, batch: Batch, head: Tensor, steps: int) -> Tensor:
+    """The drafts of a chain that are right at each slot, up to the first that is not: [T]."""
+    goal = targets(batch, target_argmax(batch.last_hidden, head), drafter, steps)
+    _, _, hits = ttt_loss(drafter, batch, goal, head[drafter.draft_ids], goal.count())
+    return hits
 
 
 def totals(walked: Iterable[Walked]) -> dict[str, Any]:
