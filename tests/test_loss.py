@@ -91,6 +91,19 @@ def test_loss_and_gradients_equal_the_definition_whatever_the_chunk(
     assert torch.equal(target_argmax(target, head), (target @ head.T).argmax(-1))
 
 
+def test_a_gradient_that_is_not_wanted_is_not_taken():
+    hidden, weight, *rest = given()
+    frozen = weight.detach()
+    loss, _, _ = FusedLoss.apply(hidden, frozen, *rest, "soft_ce")
+    expected, _, _ = eager_loss(hidden, frozen, *rest, "soft_ce")
+    (fast,), (slow,) = (torch.autograd.grad(of, [hidden]) for of in (loss, expected))
+    torch.testing.assert_close(fast, slow, atol=1e-12, rtol=1e-10)
+    loss, _, _ = FusedLoss.apply(hidden.detach(), weight, *rest, "soft_ce")
+    expected, _, _ = eager_loss(hidden.detach(), weight, *rest, "soft_ce")
+    (fast,), (slow,) = (torch.autograd.grad(of, [weight]) for of in (loss, expected))
+    torch.testing.assert_close(fast, slow, atol=1e-12, rtol=1e-10)
+
+
 @pytest.mark.parametrize(
     "kind", ["soft_ce", "lk_alpha"]
 )  # lk_lambda holds its weight fixed: not the loss's own gradient
