@@ -40,7 +40,7 @@ from eagle3_ray.config import (
     suites,
 )
 from eagle3_ray.store.commits import Units
-from eagle3_ray.store.filesystem import Filesystem, StoreError
+from eagle3_ray.store.filesystem import TEMPORARY, Filesystem, StoreError
 
 CARD = "README.md"
 
@@ -126,10 +126,20 @@ def _check_rival(path: str, config: Config, target: dict[str, Any]) -> None:
             )
 
 
+_hashed: dict[tuple[str, int, float], str] = {}  # by URL, size and time: stages ask again, of gigabytes
+
+
 def _digests(files: Filesystem, folder: str) -> dict[str, str]:
     """Of all but the model card, which an evaluation changes."""
-    keys = [key for key in files.list(folder) if not key.endswith(CARD)]
-    return {key[len(folder) :].lstrip("/"): files.sha256(key) for key in keys}
+    found = {}
+    for entry in files.entries(folder):
+        if entry.key.endswith((CARD, TEMPORARY)):
+            continue
+        now = files.url(entry.key), entry.size, entry.modified
+        if now not in _hashed:
+            _hashed[now] = files.sha256(entry.key)
+        found[entry.key[len(folder) :].lstrip("/")] = _hashed[now]
+    return found
 
 
 def open_run(config: Config) -> Run:
