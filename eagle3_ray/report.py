@@ -95,7 +95,7 @@ def training_curves(run: Run, drafter: str) -> dict[str, list[tuple[int, float]]
 
 
 def _picture(curves: dict[str, list[tuple[int, float]]]) -> str | None:
-    """Loss and accuracy by step as a PNG, base64; None where nothing was trained."""
+    """Loss, accuracy and held-out accept length by step as a PNG, base64; None where nothing was trained."""
     if not curves:
         return None
     import matplotlib
@@ -103,15 +103,18 @@ def _picture(curves: dict[str, list[tuple[int, float]]]) -> str | None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(1, 2, figsize=(11, 3.6))
-    for axis, kind, title in ((axes[0], "loss", "loss"), (axes[1], "prefix_accuracy", "prefix accuracy")):
+    titles = {"loss": "loss", "prefix_accuracy": "prefix accuracy", "heldout": "held out, walked"}
+    figure, axes = plt.subplots(1, 3, figsize=(14, 3.6))
+    for axis, (kind, title) in zip(axes, titles.items(), strict=True):
         for name, points in curves.items():
             if name.startswith(f"{kind}/"):
-                steps, values = [step for step, _ in points], _smoothed([value for _, value in points])
-                axis.plot(steps, values, label=name.partition("/")[2].replace("_", " "))
+                steps, values = [step for step, _ in points], [value for _, value in points]
+                shown = values if kind == "heldout" else _smoothed(values)
+                axis.plot(steps, shown, label=name.partition("/")[2].replace("_", " "))
         axis.set(title=title, xlabel="optimizer step")
         axis.grid(alpha=0.3)
-        axis.legend()
+        if axis.lines:
+            axis.legend()
     figure.tight_layout()
     data = io.BytesIO()
     figure.savefig(data, format="png", dpi=110)

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -42,6 +43,7 @@ from eagle3_ray.drafter.model import Drafter
 from eagle3_ray.drafter.shape import drafter_config
 from eagle3_ray.drafter.target import TargetPieces, initialise
 from eagle3_ray.drafter.vocabulary import count_tokens, draft_vocabulary
+from eagle3_ray.report import training_curves
 from eagle3_ray.store.cache import Cache
 from eagle3_ray.store.commits import Units
 from eagle3_ray.store.filesystem import Filesystem
@@ -541,11 +543,15 @@ def test_a_start_that_does_not_fit_stops_before_the_first_step(tmp_path: Path, r
 
 @pytest.mark.full
 def test_training_goes_on_from_a_published_drafter(tmp_path: Path, ray_up: None):
-    config, features = stage(tmp_path, make=counting, steps=120, heldout=6, num_workers=2)
+    config, features = stage(tmp_path, make=counting, steps=120, heldout=6, num_workers=2, checkpoint_every=50)
     first = train_drafter(config, features, DESCRIPTION, "drafters/first")["heldout"]
     assert first["before"]["accept_length"] < UNTRAINED * first["before"]["never_right"]
     assert first["after"]["accept_length"] > UNTRAINED * first["after"]["never_right"]
     export_drafter(config, features.files, "drafters/first", [1, 3, 5], tmp_path / "first", "float32")
+    curve = training_curves(SimpleNamespace(files=features.files), "drafters/first")["heldout/accept_length"]  # type: ignore[arg-type]
+    assert [step for step, _ in curve] == [0, 50, 100, 120]
+    assert [curve[0][1], curve[-1][1]] == pytest.approx([first[at]["accept_length"] for at in ("before", "after")])
+    assert curve[0][1] < curve[1][1]
     config.drafter.start_from, config.drafter.vocabulary = str(tmp_path / "first"), "start"
     second = train_drafter(config, features, DESCRIPTION, "drafters/second")["heldout"]
     assert second["before"] == first["after"]  # the same samples are held out

@@ -218,6 +218,8 @@ def _work(given: dict[str, Any]) -> None:
         curves = _Curves(files, f"{task.prefix}/tensorboard", Path(temporary, "curves")) if rank == 0 else None
         data = stream(train, task.features, commits, cache, rank, world, consumed, held)
         tokens, began = 0, time.monotonic()
+        if curves and not training.taken:
+            curves.walked(0, before)
         while training.taken < train.steps:
             metrics, facts = training.step(next(data))
             recent.append(metrics)
@@ -232,6 +234,7 @@ def _work(given: dict[str, Any]) -> None:
             if training.taken % train.checkpoint_every == 0:
                 if curves:
                     _save(files, f"{task.prefix}/state", training, consumed)
+                    curves.walked(training.taken, training.accept_length(heldout, WALKED))
                     curves.upload()
                 ray.train.report({"step": training.taken})
         if curves:
@@ -240,6 +243,7 @@ def _work(given: dict[str, Any]) -> None:
             after = training.accept_length(heldout, WALKED)
             walked = {"samples": len(held), "draft_steps": WALKED, "before": before, "after": after}
             _finish(task, training, {**facts, "heldout": walked, **(_mean(recent) if recent else {})})
+            curves.walked(training.taken, after)
             curves.upload()
     ray.train.report({"step": training.taken})
 
@@ -319,6 +323,10 @@ class _Curves:
                 self.writer.add_scalar(f"{name}/step_{k}", value, step)
         for name, value in facts.items():
             self.writer.add_scalar(f"train/{name}", value, step)
+
+    def walked(self, step: int, found: dict[str, Any]) -> None:
+        if found["verify_steps"]:
+            self.writer.add_scalar("heldout/accept_length", found["accept_length"], step)
 
     def upload(self) -> None:
         self.writer.flush()
