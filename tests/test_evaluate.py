@@ -475,7 +475,7 @@ def test_other_drafters_are_looked_at_before_any_engine_starts(smollm2: Path, tm
     with pytest.raises(ConfigError, match="evaluate.topk: 7 is more than the draft vocabulary of .*, 6 tokens"):
         open_run(compose(*settings, "evaluate.sweep=[[2,7,10]]"))
     path = f"drafter.path={tmp_path}/other"
-    with pytest.raises(ConfigError, match=r"num_aux_hidden_states|its hidden_size is 64"):
+    with pytest.raises(ConfigError, match="drafter.path: .*model.safetensors is no safetensors file"):
         open_run(compose(*settings[:2], path, "evaluate.simulate=true"))
     (tmp_path / "other" / "below").mkdir()
     (tmp_path / "other" / "model.safetensors").rename(tmp_path / "other" / "below" / "model.safetensors")
