@@ -40,7 +40,7 @@ def model_card(
         loader=jinja2.FileSystemLoader(Path(__file__).parent), undefined=jinja2.StrictUndefined, trim_blocks=True
     )
     return environment.get_template("card.md.jinja").render(
-        target=_place(run.config.target.path),
+        target=place(run.config.target.path),
         revision=run.config.target.revision,
         config=json.loads(run.files.read(f"{drafter}/export/config.json")),
         exported=exported,
@@ -48,7 +48,7 @@ def model_card(
         extraction=run.read_json(f"{features.folder}/summary.json") or {},
         fingerprint=features.folder.rpartition("/")[2],
         description=features.description(),
-        source=_place(masked(run.config.prompts.source)),
+        source=place(masked(run.config.prompts.source)),
         version=engine_version(run.config) if run.config.engine.name == "sglang" else WRITTEN_FOR,
         command=launch_command(run),
         turned_off=[
@@ -97,10 +97,10 @@ def _flag(name: str, value: Any) -> list[str]:
 
 
 def _word(value: Any) -> str:
-    return shlex.quote(json.dumps(value) if isinstance(value, dict) else _place(str(masked(value))))
+    return shlex.quote(json.dumps(value) if isinstance(value, dict) else place(str(masked(value))))
 
 
-def _place(path: str) -> str:
+def place(path: str) -> str:
     """A hub name or s3:// URL as it is; of a folder of this machine its last part alone."""
     local = path.startswith(("/", "~", "."))
     return Path(path).name if local and path != HERE else path

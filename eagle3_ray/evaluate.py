@@ -31,7 +31,10 @@ from eagle3_ray.config import (
     suites,
 )
 from eagle3_ray.drafter.checkpoint import check_folder, load
-from eagle3_ray.drafter.target import load_pieces
+from eagle3_ray.drafter.model import Drafter
+from eagle3_ray.drafter.published import by_path
+from eagle3_ray.drafter.target import TargetPieces, load_pieces
+from eagle3_ray.drafter.trained import Trained
 from eagle3_ray.engines.base import Answered, RequestError, TargetEngine, answer, each
 from eagle3_ray.engines.sglang import SGLangEngine, context_length
 from eagle3_ray.engines.sglang_nodes import actor_options
@@ -84,20 +87,7 @@ def evaluate(
     config = run.config
     if config.engine.name != "sglang":
         raise ConfigError(f"engine.name: evaluation is served by sglang, not by {config.engine.name}")
-    dtype = config.evaluate.dtype or config.engine.dtype
-    rivals = _rivals(run)
-    description = {
-        "suites": {
-            name: {"prompts": corpora[name].fingerprint, "max_new_tokens": suite.max_new_tokens}
-            for name, suite in suites(config.evaluate).items()
-        },
-        "engine_version": engine_version(config),
-        "dtype": dtype,
-        "exported": exported(run, drafter),
-        "rivals": [exported(rival, "") for rival in rivals.values()],
-        **deciding_args(config, "serve"),
-        **{name: getattr(config.evaluate, name) for name in SETTINGS},
-    }
+    description = described(run, corpora, drafter)
     key = f"{drafter}/evaluations/{fingerprint(description)}/summary.json"
     summary = run.read_json(key)
     if summary is not None:
@@ -106,39 +96,65 @@ def evaluate(
     hardware = config.hardware
     takes = {"num_cpus": hardware.cpus_per_actor, "num_gpus": hardware.gpus_per_actor, **actor_options(hardware)}
     served = ray.remote(**takes, max_retries=1)(serve)
-    chosen = draftings(config.evaluate)
-    engines: list[tuple[Run, Drafting | None]] = [(run, one) for one in chosen]
-    engines += [(rival, chosen[0]) for rival in rivals.values()]
-    if config.evaluate.baseline:
-        engines.append((run, None))
-    watches = [watch, *[None] * (len(engines) - 1)]
+    chosen, rivals = draftings(config.evaluate), _rivals(run, drafter)
     # All at the same time, where there is room for engines
-    asked = zip(engines, watches, strict=True)
-    results = ray.get([served.remote(of, corpora, drafter, drafting, one) for (of, drafting), one in asked])
-    for served_engine in results:
-        _check_refused(run, served_engine["refused"], len(served_engine["answers"]))
-    plain = results[-1] if config.evaluate.baseline else None
+    asked = [served.remote(run, corpora, drafter, one, watch if one == chosen[0] else None) for one in chosen]
+    others = {path: served.remote(rival, corpora, drafter, chosen[0]) for path, rival in rivals.items()}
+    alone = served.remote(run, corpora, drafter, None) if config.evaluate.baseline else None
+    results, plain = ray.get(asked), alone and ray.get(alone)
+    rivalling = {path: _answers_or_failure(other) for path, other in others.items()}
+    for found in [*results, *([plain] if plain else []), *rivalling.values()]:
+        if "failed" not in found:
+            _check_refused(run, found)
     summary = {
         **{name: value for name, value in description.items() if name not in ("exported", "rivals")},
+        "suites": {
+            name: {**dataclasses.asdict(suite), "prompts": corpora[name].fingerprint}
+            for name, suite in suites(config.evaluate).items()
+        },
         "source": config.evaluate.source,
         "chat_template_kwargs": {**run.target["chat_template_kwargs"], **config.evaluate.chat_template_kwargs},
-        **summarised(
-            run,
-            drafter,
-            dict(zip(chosen, results, strict=False)),
-            plain,
-            dict(zip(rivals, results[len(chosen) :], strict=False)),
-        ),
+        **summarised(run, drafter, dict(zip(chosen, results, strict=True)), plain, rivalling),
         "seconds": round(time.monotonic() - start, 1),
     }
     run.write_json(key, summary)
     return summary
 
 
-def _rivals(run: Run) -> dict[str, Run]:
+def described(run: Run, corpora: dict[str, Corpus], drafter: str) -> dict[str, Any]:
+    """All that decides an evaluation's figures."""
+    config = run.config
+    return {
+        "suites": {
+            name: {"prompts": corpora[name].fingerprint, "max_new_tokens": suite.max_new_tokens}
+            for name, suite in suites(config.evaluate).items()
+        },
+        "engine_version": engine_version(config),
+        "dtype": config.evaluate.dtype or config.engine.dtype,
+        "exported": exported(run, drafter),
+        "rivals": [exported(rival, "") for rival in _rivals(run, drafter).values()],
+        **deciding_args(config, "serve"),
+        **{name: getattr(config.evaluate, name) for name in SETTINGS},
+    }
+
+
+def _answers_or_failure(asked: ray.ObjectRef) -> dict[str, Any]:
+    """Of another's drafter, which SGLang may not serve at all: the answers of all others are kept."""
+    try:
+        return ray.get(asked)
+    except ray.exceptions.RayError as error:
+        return {"failed": f"the serving engine failed: {str(error).strip().splitlines()[-1]}"}
+
+
+def _own(run: Run, drafter: str) -> str:
+    return (run.config.drafter.path or run.files.url(f"{drafter}/export")).rstrip("/")
+
+
+def _rivals(run: Run, drafter: str) -> dict[str, Run]:
     """The run as it would be with each of evaluate.drafters in place of its own, once."""
     config = run.config
-    paths = dict.fromkeys(path for path in config.evaluate.drafters if path != config.drafter.path)
+    paths = dict.fromkeys(path.rstrip("/") for path in config.evaluate.drafters)
+    paths.pop(_own(run, drafter), None)
     return {
         path: dataclasses.replace(
             run, config=dataclasses.replace(config, drafter=dataclasses.replace(config.drafter, path=path))
@@ -151,12 +167,15 @@ class EvaluateError(RuntimeError):
     """Too few answers to measure anything."""
 
 
-def _check_refused(run: Run, refused: list[dict[str, str]], answered: int) -> None:
-    if not answered or len(refused) > run.config.prompts.max_bad_share * (answered + len(refused)):
-        raise EvaluateError(
-            f"{len(refused)} of {answered + len(refused)} held-out conversations were refused, more than "
-            f"prompts.max_bad_share={run.config.prompts.max_bad_share}: {refused[:3]}"
-        )
+def _check_refused(run: Run, served: dict[str, Any]) -> None:
+    """EvaluateError where an engine refused too many conversations of a suite: none may vanish in silence."""
+    for suite in suites(run.config.evaluate):
+        refused, answered = _of(served["refused"], "suite", suite), len(_of(served["answers"], "suite", suite))
+        if not answered or len(refused) > run.config.prompts.max_bad_share * (answered + len(refused)):
+            raise EvaluateError(
+                f"{len(refused)} of {answered + len(refused)} conversations of {suite} were refused, more than "
+                f"prompts.max_bad_share={run.config.prompts.max_bad_share}: {refused[:3]}"
+            )
 
 
 # ---------------------------------------------------------------- the figures
@@ -170,14 +189,15 @@ def summarised(
     rivals: dict[str, dict[str, Any]],
 ) -> dict[str, Any]:
     """What `serve` brought, as figures: those of the first drafting in full, of all of them as a table; `rivals` are
-    other drafters' answers with the same drafting, by their path."""
+    other drafters' answers with the same drafting, by their path, or {"failed": why}."""
     drafting, speculating = next(iter(served.items()))
     rows, alone = speculating["answers"], plain["answers"] if plain else []
     by_drafting = [{**one._asdict(), **_figures(run, one, given, plain)} for one, given in served.items()]
-    own = run.config.drafter.path or run.files.url(f"{drafter}/export")
     by_drafter = [
-        {"drafter": path, "faults": given["faults"], **_figures(run, drafting, given, plain)}
-        for path, given in {own: speculating, **rivals}.items()
+        {"drafter": path, "faults": [given["failed"]], **dict.fromkeys(COMPARED)}
+        if "failed" in given
+        else {"drafter": path, "faults": given["faults"], **_figures(run, drafting, given, plain)}
+        for path, given in {_own(run, drafter): speculating, **rivals}.items()
     ]
     by = "accept_length" if run.config.hardware.device == "cpu" else "output_tokens_per_s"
     best, best_drafter = (max(table, key=lambda row: row[by] or 0) for table in (by_drafting, by_drafter))
@@ -304,8 +324,8 @@ def serve(
             "faults": check_folder(folder, run.model) if drafting else [],
             "walked": walk_answers(run, engine, folder, rows, draftings(settings)[0]) if walking else None,
             "refused": [
-                {"id": prompt.id, "reason": str(row)}
-                for (_, prompt), row in zip(asked, results, strict=True)
+                {"suite": suite, "id": prompt.id, "reason": str(row)}
+                for (suite, prompt), row in zip(asked, results, strict=True)
                 if isinstance(row, RequestError)
             ],
         }
@@ -355,7 +375,16 @@ def walk_answers(
 
     target = dataclasses.replace(run.config.target, weights=None)  # the files that the engine runs
     pieces = load_pieces(target, torch.float32)
-    return totals(simulate(load(folder, pieces.embedding), samples(), pieces.head, drafting))
+    walked = _drafter(run, folder, pieces)
+    return totals(simulate(walked, samples(), pieces.head, drafting))
+
+
+def _drafter(run: Run, folder: Path, pieces: TargetPieces) -> Drafter:
+    """Our own export, or another's in whatever layout it came."""
+    if not run.config.drafter.path:
+        return load(folder, pieces.embedding)
+    found = by_path(run.config, run.model, len(run.spec.boundaries))
+    return Trained(found.config.to_dict(), found.weights()).drafter(pieces)
 
 
 def _captured(engine: TargetEngine, row: dict[str, Any]) -> Features:

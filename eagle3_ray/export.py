@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import tempfile
 from pathlib import Path
@@ -10,11 +11,12 @@ from typing import Any
 import ray
 
 from eagle3_ray.capture import target_config
-from eagle3_ray.card import publish_card
+from eagle3_ray.card import place, publish_card
 from eagle3_ray.config import FORMATS, ConfigError
 from eagle3_ray.drafter import formats
 from eagle3_ray.drafter.checkpoint import check_folder
 from eagle3_ray.drafter.faults import EMBEDDING
+from eagle3_ray.drafter.shape import read_config
 from eagle3_ray.engines.sglang import ask_layer_ids
 from eagle3_ray.run import Run
 from eagle3_ray.store.commits import Units
@@ -55,7 +57,7 @@ def export_with(run: Run, features: Units, drafter: str, layer_ids: list[int]) -
             raise ExportError("SGLang would not serve this drafter as it was trained: " + "; ".join(faults))
         if run.files.exists(f"{drafter}/export.json"):  # of an export with other settings
             run.files.delete(f"{drafter}/export.json")
-        for form in FORMATS:
+        for form in FORMATS[1:]:
             run.files.delete(f"{drafter}/export-{form}/config.json")
         for path in sorted(folder.iterdir()):
             run.files.upload(path, f"{drafter}/export/{path.name}")
@@ -79,18 +81,23 @@ def _beside(run: Run, drafter: str, boundaries: list[int]) -> dict[str, str]:
     key = f"{drafter}/export-{form}"
     if form == "sglang":
         return {}
-    if not run.files.exists(f"{key}/config.json"):
-        dtype, embedding = config.engine.dtype, config.export.embedding == "target"
-        architectures = target_config(run.folder).get("architectures") or []
-        served = {"target": config.target.path, "architectures": architectures, "num_steps": config.evaluate.num_steps}
+    dtype, embedding = config.engine.dtype, config.export.embedding == "target"
+    architectures = target_config(run.folder).get("architectures") or []
+    served = {"target": place(config.target.path), "architectures": architectures}
+    served["num_steps"] = config.evaluate.num_steps
+    shape = read_config(json.loads(run.files.read(f"{drafter}/weights/config.json")))
+    try:
+        made = formats.config_json(shape, boundaries, form, dtype, served)
+    except ValueError as error:
+        raise ExportError(f"export.format: {error}") from None
+    there = run.read_json(f"{key}/config.json")
+    if there is None:
         with tempfile.TemporaryDirectory(prefix="eagle3-ray-") as scratch:
-            made = trained_drafter(config, run.files, drafter, dtype)
-            try:
-                formats.write(Path(scratch), made, boundaries, form, dtype, embedding, served)
-            except ValueError as error:
-                raise ExportError(f"export.format: {error}") from None
-            for name in ("model.safetensors", "config.json"):
-                run.files.upload(Path(scratch, name), f"{key}/{name}")
+            path = Path(scratch, "model.safetensors")
+            formats.write_weights(path, trained_drafter(config, run.files, drafter, dtype), form, dtype, embedding)
+            run.files.upload(path, f"{key}/{path.name}")
+    if there != made:  # what it says of serving may be of other settings
+        run.write_json(f"{key}/config.json", made)
     return {"also": run.files.url(key)}
 
 

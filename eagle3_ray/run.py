@@ -112,18 +112,32 @@ def _another(path: str, config: Config, setting: str) -> tuple[Filesystem, dict[
         raise ConfigError(f"{setting}: no drafter at {path!r}: {error}") from None
 
 
-def _check_rival(path: str, config: Config, target: dict[str, Any]) -> None:
-    """ConfigError unless a drafter of evaluate.drafters has weights, and is of a target of this text config's sizes."""
-    files, shape = _another(path, config, "evaluate.drafters")
-    if not any(name.endswith(".safetensors") for name in files.list("")):
-        raise ConfigError(f"evaluate.drafters: no safetensors in {path!r}, only {files.list('')}")
-    seen = {"vocab_size": shape.get("vocab_size")}
-    seen["hidden_size"] = shape.get("target_hidden_size") or shape.get("hidden_size")
-    for name, value in seen.items():
-        if value != target[name]:
-            raise ConfigError(
-                f"evaluate.drafters: {path!r} is of another target: its {name} is {value}, this one's {target[name]}"
-            )
+def _check_others(config: Config, target: dict[str, Any], boundaries: int) -> None:
+    """ConfigError unless drafter.path and each of evaluate.drafters has weights that SGLang loads without unpickling,
+    and is of a target of this text config's sizes."""
+    settings = {path: "evaluate.drafters" for path in config.evaluate.drafters}
+    settings |= {config.drafter.path: "drafter.path"} if config.drafter.path else {}
+    widest = max(drafting.topk for drafting in draftings(config.evaluate))
+    for path, setting in settings.items():
+        files, given = _another(path, config, setting)
+        there = [name for name in files.list("") if "/" not in name]
+        if not any(name.endswith(".safetensors") for name in there):
+            raise ConfigError(f"{setting}: no safetensors in {path!r}, only {there}")
+        shape = given | (given.get("transformer_layer_config") or {})
+        seen = {"vocab_size": shape.get("vocab_size")}
+        seen["hidden_size"] = shape.get("target_hidden_size") or shape.get("hidden_size")
+        for name, value in seen.items():
+            if value != target[name]:
+                raise ConfigError(
+                    f"{setting}: {path!r} is of another target: its {name} is {value}, this one's {target[name]}"
+                )
+        drafts = shape.get("draft_vocab_size") or shape["vocab_size"]
+        if widest > drafts:
+            raise ConfigError(f"evaluate.topk: {widest} is more than the draft vocabulary of {path!r}, {drafts} tokens")
+    if config.drafter.path and config.evaluate.simulate:
+        from eagle3_ray.drafter.published import by_path  # torch
+
+        by_path(config, target, boundaries)
 
 
 _hashed: dict[tuple[str, int, float], str] = {}  # by URL, size and time: stages ask again, of gigabytes
@@ -133,12 +147,13 @@ def _digests(files: Filesystem, folder: str) -> dict[str, str]:
     """Of all but the model card, which an evaluation changes."""
     found = {}
     for entry in files.entries(folder):
-        if entry.key.endswith((CARD, TEMPORARY)):
+        name = entry.key[len(folder) :].lstrip("/")
+        if "/" in name or name.endswith((CARD, TEMPORARY)):  # SGLang reads no folder below
             continue
         now = files.url(entry.key), entry.size, entry.modified
         if now not in _hashed:
             _hashed[now] = files.sha256(entry.key)
-        found[entry.key[len(folder) :].lstrip("/")] = _hashed[now]
+        found[name] = _hashed[now]
     return found
 
 
@@ -174,11 +189,11 @@ def open_run(config: Config) -> Run:
         Published(config.drafter, model, len(spec.boundaries), config.store.storage_options)
     if config.export.format != "sglang":
         _check_format(config, model, list(spec.boundaries))
-    for path in config.evaluate.drafters:
-        _check_rival(path, config, model)
+    _check_others(config, model, len(spec.boundaries))
     room = int(model_value(model, "max_position_embeddings"))
-    answers = {"sampling": config.sampling.max_new_tokens, "evaluate": config.evaluate.max_new_tokens}
-    answers |= {f"evaluate.suites.{name}": suite.max_new_tokens or 0 for name, suite in config.evaluate.suites.items()}
+    answers = {"sampling": config.sampling.max_new_tokens}
+    for name, suite in suites(config.evaluate).items():
+        answers[f"evaluate.suites.{name}" if config.evaluate.suites else "evaluate"] = suite.max_new_tokens or 0
     for name, new in answers.items():
         if new >= room:
             raise ConfigError(
@@ -281,7 +296,7 @@ def _check_evaluate(config: Config) -> None:
     evaluate = config.evaluate
     suites(evaluate)
     widest = max(drafting.topk for drafting in draftings(evaluate))
-    if widest > config.drafter.draft_vocab_size:
+    if not config.drafter.path and widest > config.drafter.draft_vocab_size:
         raise ConfigError(
             f"evaluate.topk: {widest} is more than drafter.draft_vocab_size={config.drafter.draft_vocab_size}"
         )

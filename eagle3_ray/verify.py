@@ -27,7 +27,7 @@ from eagle3_ray.config import Config, ConfigError, SamplingConfig, draftings
 from eagle3_ray.conversations import join
 from eagle3_ray.drafter.checkpoint import check_folder
 from eagle3_ray.drafter.model import Drafter
-from eagle3_ray.drafter.published import Published
+from eagle3_ray.drafter.published import by_path
 from eagle3_ray.drafter.target import TargetPieces, load_pieces
 from eagle3_ray.drafter.trained import Trained, chain, folder_faults, folder_warnings, in_force_faults, read_trained
 from eagle3_ray.engines.base import EngineError, Response
@@ -184,11 +184,9 @@ def measure(
 
 def _trained(run: Run, drafter: str, boundaries: int) -> Trained:
     """What training left of the drafter. Of another's drafter only its own files are known."""
-    settings = run.config.drafter
-    if not settings.path:
+    if not run.config.drafter.path:
         return read_trained(run.files, drafter)
-    settings = dataclasses.replace(settings, start_from=settings.path, vocabulary="start")
-    found = Published(settings, run.model, boundaries, run.config.store.storage_options)
+    found = by_path(run.config, run.model, boundaries)
     return Trained(found.config.to_dict(), found.weights())
 
 

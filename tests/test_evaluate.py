@@ -17,11 +17,13 @@ from test_cli import command
 
 from eagle3_ray import evaluate as evaluation
 from eagle3_ray.acceptance import agreement, different, distinct_bigrams, interval, measure
+from eagle3_ray.capture import fingerprint
 from eagle3_ray.config import (
     ConfigError,
     DrafterConfig,
     Drafting,
     EvaluateConfig,
+    PromptsConfig,
     SamplingConfig,
     SuiteConfig,
     draftings,
@@ -34,7 +36,7 @@ from eagle3_ray.drafter.target import initialise, load_pieces
 from eagle3_ray.engines.base import Answered, Captured, Response
 from eagle3_ray.evaluate import SETTINGS, _captured, _row, heldout, summarised
 from eagle3_ray.prepare import Prompt
-from eagle3_ray.run import check_values, open_run
+from eagle3_ray.run import Run, check_values, open_run
 
 
 def row(
@@ -139,7 +141,13 @@ def served(*rows: dict[str, Any], seconds: float, walked: dict[str, Any] | None 
     }  # fmt: skip
 
 
-def figures(tmp_path: Path, device: str = "cuda", differing: bool = False, **settings: Any) -> dict[str, Any]:
+def figures(
+    tmp_path: Path,
+    device: str = "cuda",
+    differing: bool = False,
+    rivals: dict[str, Any] | None = None,
+    **settings: Any,
+) -> dict[str, Any]:
     """The summary of two draftings, of another drafter and of the target alone, with counts made up."""
     training = {"heldout": {"samples": 4, "draft_steps": 3, "after": {"accept_length": 1.9, "completion_tokens": 40}}}
     run: Any = SimpleNamespace(
@@ -162,7 +170,7 @@ def figures(tmp_path: Path, device: str = "cuda", differing: bool = False, **set
         walked={"accept_length": 2.105},
     )
     other = served(row("a", [1, 1], 20, 8, [1, 2, 3]), row("b", [1], 22, 8, [4, 6]), seconds=2.1)
-    rivals = {"s3://b/other": other | {"faults": ["d2t is odd"]}}
+    rivals = {"s3://b/other": other | {"faults": ["d2t is odd"]}, **(rivals or {})}
     return summarised(run, "d", {Drafting(3, 1, 4): chain, Drafting(3, 2, 8): tree}, plain, rivals)
 
 
@@ -185,6 +193,25 @@ def test_drafters_stand_side_by_side_and_the_best_is_named(tmp_path: Path) -> No
     assert (own["identical_share"], other["identical_share"], other["faults"]) == (1.0, 0.5, ["d2t is odd"])
     assert summary["best_drafter"] == {"drafter": "/store/d/export", "by": "output_tokens_per_s"}
     assert figures(tmp_path, device="cpu")["best_drafter"] == {"drafter": "s3://b/other", "by": "accept_length"}
+
+
+def test_one_that_sglang_does_not_serve_costs_the_others_nothing(tmp_path: Path) -> None:
+    failed = {"s3://b/broken": {"failed": "the serving engine failed: no"}}
+    own, other, broken = figures(tmp_path, rivals=failed)["by_drafter"]
+    assert (own["accept_length"], other["accept_length"]) == (2.1, 2.625)
+    assert (broken["drafter"], broken["faults"]) == ("s3://b/broken", ["the serving engine failed: no"])
+    assert {broken[name] for name in evaluation.COMPARED} == {None}
+
+
+def test_no_suite_vanishes_in_silence() -> None:
+    run: Any = SimpleNamespace(config=compose("evaluate=file", "+evaluate.suites={a: {source: a}, b: {source: b}}"))
+    run.config.evaluate.source = None
+    answers = [{"suite": suite} for suite in "a" * 3 + "b" * 97]
+    evaluation._check_refused(run, {"answers": answers, "refused": [{"suite": "b", "id": "x", "reason": "long"}]})
+    with pytest.raises(evaluation.EvaluateError, match="1 of 4 conversations of a were refused"):
+        evaluation._check_refused(run, {"answers": answers, "refused": [{"suite": "a", "id": "x", "reason": "long"}]})
+    with pytest.raises(evaluation.EvaluateError, match="0 of 0 conversations of b"):
+        evaluation._check_refused(run, {"answers": answers[:3], "refused": []})
 
 
 def test_each_suite_has_its_figures(tmp_path: Path) -> None:
@@ -331,6 +358,47 @@ def test_what_decides_an_evaluation_is_in_its_fingerprint() -> None:
     assert set(SETTINGS) == {f.name for f in dataclasses.fields(EvaluateConfig)} - of_the_prompts - named
 
 
+def test_suites_and_other_drafters_decide_an_evaluation(
+    smollm2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[PromptsConfig] = []
+
+    def prepared(_: Run, source: PromptsConfig) -> Any:
+        asked.append(source)
+        return SimpleNamespace(fingerprint=str(source))
+
+    monkeypatch.setattr(evaluation, "prepare", prepared)
+    monkeypatch.setattr(evaluation, "exported", lambda run, key: run.config.drafter.path or key)
+    for name in ("one", "two"):
+        export(tmp_path / name, small_drafter(), [1, 3, 5], "float32")
+
+    def described(*overrides: str) -> str:
+        run = open_run(compose(f"target.path={smollm2}", f"store.root={tmp_path}/store", *overrides))
+        return fingerprint(evaluation.described(run, heldout(run), "drafters/d"))
+
+    suite = "source: a.jsonl, split: train, subset: main, limit: 3, max_new_tokens: 7"
+    variants = [
+        ["evaluate.source=a.jsonl"],
+        ["evaluate.source=b.jsonl"],
+        ["evaluate.source=a.jsonl", "evaluate.max_new_tokens=9"],
+        ["evaluate.source=a.jsonl", "evaluate.split=train"],
+        ["evaluate=file", f"+evaluate.suites={{s: {{{suite}}}}}", "evaluate.source=null"],
+        ["evaluate=file", f"+evaluate.suites={{other: {{{suite}}}}}", "evaluate.source=null"],
+        ["evaluate.source=a.jsonl", f"evaluate.drafters=[{tmp_path}/one]"],
+        ["evaluate.source=a.jsonl", f"evaluate.drafters=[{tmp_path}/one,{tmp_path}/two]"],
+    ]
+    assert len({described(*overrides) for overrides in variants}) == len(variants)
+    assert (asked[4].source, asked[4].split, asked[4].subset, asked[4].limit) == ("a.jsonl", "train", "main", 3)
+    once = described("evaluate.source=a.jsonl", f"evaluate.drafters=[{tmp_path}/one/,{tmp_path}/one]")
+    assert once == described(*variants[6])
+
+
+def small_drafter() -> Drafter:
+    target = {"hidden_size": 576, "num_attention_heads": 9, "num_key_value_heads": 3, "intermediate_size": 16}
+    config = drafter_config(DrafterConfig(), target | {"vocab_size": 49152}, 3, 16)
+    return Drafter(config, torch.arange(16))
+
+
 def test_thinking_can_be_switched_for_the_evaluation_alone(smollm2: Path, tmp_path: Path) -> None:
     target = tmp_path / "target"
     target.mkdir()
@@ -401,9 +469,18 @@ def test_other_drafters_are_looked_at_before_any_engine_starts(smollm2: Path, tm
     (tmp_path / "other" / "model.safetensors").write_bytes(b"")
     assert refusal(vocab_size=1, hidden_size=576).endswith("its vocab_size is 1, this one's 49152")
     assert refusal(vocab_size=49152, hidden_size=64).endswith("its hidden_size is 64, this one's 576")
-    own_width = {"vocab_size": 49152, "hidden_size": 64, "target_hidden_size": 576}
+    own_width = {"vocab_size": 49152, "hidden_size": 64, "target_hidden_size": 576, "draft_vocab_size": 6}
     (tmp_path / "other" / "config.json").write_text(json.dumps(own_width))
     open_run(compose(*settings))
+    with pytest.raises(ConfigError, match="evaluate.topk: 7 is more than the draft vocabulary of .*, 6 tokens"):
+        open_run(compose(*settings, "evaluate.sweep=[[2,7,10]]"))
+    path = f"drafter.path={tmp_path}/other"
+    with pytest.raises(ConfigError, match="drafter.path: .*model.safetensors is no safetensors file"):
+        open_run(compose(*settings[:2], path, "evaluate.simulate=true"))
+    (tmp_path / "other" / "below").mkdir()
+    (tmp_path / "other" / "model.safetensors").rename(tmp_path / "other" / "below" / "model.safetensors")
+    with pytest.raises(ConfigError, match="drafter.path: no safetensors in"):  # SGLang would unpickle a .bin
+        open_run(compose(*settings[:2], path))
 
 
 # ---------------------------------------------------------------- on real SGLang

@@ -91,7 +91,7 @@ def test_loss_and_gradients_equal_the_definition_whatever_the_chunk(
     assert torch.equal(target_argmax(target, head), (target @ head.T).argmax(-1))
 
 
-def test_a_gradient_that_is_not_wanted_is_not_taken():
+def test_a_frozen_head_or_state_leaves_the_others_gradient():
     hidden, weight, *rest = given()
     frozen = weight.detach()
     loss, _, _ = FusedLoss.apply(hidden, frozen, *rest, "soft_ce")

@@ -71,6 +71,7 @@ def test_the_matrix_and_the_causes_are_told(tmp_path: Path):
     found = {
         "verdict": "misaligned",
         "causes": ["layer ids are off by one"],
+        "warnings": ["embed_tokens.weight is odd"],
         "matrix": [[0.5, 1.25], [2e-7, 0.75]],
         "trained": [2, 4],
         "facts": {"layers_to_capture": [3, 5]},
@@ -80,7 +81,7 @@ def test_the_matrix_and_the_causes_are_told(tmp_path: Path):
         "floor": {"prompt": spread, "verify": {}},
     }
     told = page(tmp_path, heldout=0, verification=found)
-    assert "misaligned layer ids are off by one" in told
+    assert "misaligned layer ids are off by one warning: embed_tokens.weight is odd" in told
     assert "served boundary trained 2 trained 4 3 0.5 1.2 5 2e-07 0.75" in told
     assert "prompts 99 2e-07 4e-07 2e-07 4e-07" in told
     assert "verify steps" not in told.split("states of")[1].split("Training")[0]

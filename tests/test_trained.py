@@ -135,7 +135,7 @@ def test_a_random_embedding_is_a_fault_where_it_is_served_and_a_warning_where_it
         faults = ["embed_tokens.weight holds other values than were trained"] if drafter.own_embedding else []
         assert folder_faults(kept, folder, "bfloat16") == faults
         warnings = folder_warnings(folder, PIECES)
-        assert (len(warnings), "is not the target's" in str(warnings)) == (0, False) if faults else (1, True)
+        assert (len(warnings), "is not the target's" in str(warnings)) == ((0, False) if faults else (1, True))
 
 
 def features(ids: list[int], mask: list[int]) -> Features:

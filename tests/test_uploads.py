@@ -67,6 +67,31 @@ def test_what_is_staged_is_committed_and_freed(units: Units, tmp_path: Path) -> 
     uploads.close()
 
 
+AT_THE_END = """
+import os, signal, sys
+from multiprocessing import resource_tracker
+from pathlib import Path
+from eagle3_ray.config import StoreConfig
+from eagle3_ray.store.commits import Units
+from eagle3_ray.store.filesystem import Filesystem
+from eagle3_ray.store.uploads import Uploads
+
+folder = Path(sys.argv[1])
+units, uploads = Units(Filesystem(f"{folder}/store"), "features", "fp"), Uploads(StoreConfig(root=""), folder)
+futures = [uploads.commit(units, name, lambda path: path.write_bytes(b"a"), 1, []) for name in "abc"]
+assert all(future.result() for future in futures)
+uploads.close()
+os.kill(resource_tracker._resource_tracker._pid, signal.SIGKILL)
+"""
+
+
+def test_nothing_complains_when_ray_kills_an_actors_children_before_its_end(tmp_path: Path) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", AT_THE_END, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
 def test_staging_waits_for_room(units: Units, uploads: Uploads) -> None:
     uploads.commit(units, "warm", lambda path: path.write_bytes(b"x"), 1, []).result()
     held = uploaders()

@@ -23,7 +23,6 @@ The same weights must mean the same function there, and what cannot is refused. 
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -68,31 +67,22 @@ def refusals(config: Any, boundaries: list[int], form: str) -> list[str]:
     return found
 
 
-def write(
-    folder: Path,
-    drafter: Drafter,
-    boundaries: list[int],
-    form: str,
-    dtype: str,
-    embedding: bool,
-    served: dict[str, Any],
-) -> None:
-    """`drafter` as `form` reads it; ValueError with all `refusals`. Without `embedding` the tool takes the target's.
+def config_json(config: Any, boundaries: list[int], form: str, dtype: str, served: dict[str, Any]) -> dict[str, Any]:
+    """The config.json that `form` reads; ValueError with all `refusals`. `config` is the drafter's, as ours.
 
     `served` is what a speculators config says of serving: target, architectures (the target's) and num_steps.
     """
-    config = drafter.config
     found = refusals(config, boundaries, form)
-    if drafter.own_embedding and not embedding:
-        found.append("a drafter of another width than the target needs its own embedding")
     if found:
         raise ValueError(f"{form} would take this drafter otherwise: {'; '.join(found)}")
-    folder.mkdir(parents=True, exist_ok=True)
     shape = config.to_dict()
     shape |= {"rope_theta": shape["rope_parameters"]["rope_theta"], "rope_scaling": _scaling(shape["rope_parameters"])}
-    made = _vllm(shape, boundaries) if form == "vllm" else _speculators(shape, boundaries, served)
-    (folder / "config.json").write_text(json.dumps(made | {"dtype": dtype}, indent=2, sort_keys=True) + "\n")
-    save_file(_weights(drafter, form, getattr(torch, dtype), embedding), folder / "model.safetensors", {"format": "pt"})
+    return (_vllm(shape, boundaries) if form == "vllm" else _speculators(shape, boundaries, served)) | {"dtype": dtype}
+
+
+def write_weights(path: Path, drafter: Drafter, form: str, dtype: str, embedding: bool) -> None:
+    """The safetensors that go with it. Without `embedding` the tool takes the target's."""
+    save_file(_weights(drafter, form, getattr(torch, dtype), embedding), path, {"format": "pt"})
 
 
 def _scaling(rope: dict[str, Any]) -> dict[str, Any] | None:

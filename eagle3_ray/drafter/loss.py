@@ -124,7 +124,8 @@ def ttt_loss(
     row = torch.cat([rows[mask] for rows, mask in zip(goal.rows, taught, strict=True)])  # [m], of all steps
     scale = scales.repeat_interleave(torch.tensor(sizes, device=scales.device))  # [m]
     hidden = torch.cat([state[mask] for state, mask in zip(states, taught, strict=True)])  # [m, H]
-    given = hidden, drafter.lm_head.weight, batch.last_hidden, head, row, scale
+    weight = drafter.lm_head.weight  # [Vd, H]; one that wants no gradient has none taken
+    given = hidden, weight if torch.is_grad_enabled() else weight.detach(), batch.last_hidden, head, row, scale
     loss, each, greedy = FusedLoss.apply(*given, kind)
 
     metrics, prefix = Metrics.zero(steps, each.device), torch.zeros_like(batch.input_ids)

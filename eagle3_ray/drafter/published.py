@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, PreTrainedConfig
 
-from eagle3_ray.config import ConfigError, DrafterConfig
+from eagle3_ray.config import Config, ConfigError, DrafterConfig
 from eagle3_ray.drafter.model import Drafter
 from eagle3_ray.drafter.shape import MLA, ROPE_KEYS, drafter_config
 from eagle3_ray.drafter.vocabulary import names_tokens
@@ -45,12 +45,18 @@ class Published:
     """The drafter at `settings.start_from`, for the target with the text config `model` and `num_aux` boundaries.
 
     Opening it reads config.json and the headers, and checks all of them: ConfigError names the setting or the tensor
-    that does not fit. `options` are store.storage_options, for an s3:// URL.
+    that does not fit. `options` are store.storage_options, for an s3:// URL; `setting` is what errors name.
     """
 
     def __init__(
-        self, settings: DrafterConfig, model: dict[str, Any], num_aux: int, options: dict[str, Any] | None = None
+        self,
+        settings: DrafterConfig,
+        model: dict[str, Any],
+        num_aux: int,
+        options: dict[str, Any] | None = None,
+        setting: str = "drafter.start_from",
     ) -> None:
+        self.setting = setting
         self.path, self.vocab_size = str(settings.start_from), int(model["vocab_size"])
         try:
             files = Filesystem(self.path, options)
@@ -61,7 +67,7 @@ class Published:
                 raise self._error("a pytorch_model.bin is never unpickled; convert it to safetensors") from None
             raise self._error(f"no config.json with safetensors is there ({error})") from None
         except (StoreError, ValueError) as error:
-            raise self._error(str(error).replace("store.root", "drafter.start_from")) from None
+            raise self._error(str(error).replace("store.root", self.setting)) from None
         if settings.attention != "gqa" or MLA in (given.get("architectures") or []):
             raise self._error("only drafters of drafter.attention=gqa can be started from")
         theirs = self._theirs = self._config(given)
@@ -87,7 +93,7 @@ class Published:
         return {name: getattr(self._theirs, name, None)}
 
     def _error(self, why: str) -> ConfigError:
-        return ConfigError(f"drafter.start_from: {self.path!r}: {why}")
+        return ConfigError(f"{self.setting}: {self.path!r}: {why}")
 
     def _config(self, given: dict[str, Any]) -> LlamaConfig:
         """Its config.json with everything in one place and Llama's defaults, which its trainers rely on."""
@@ -114,7 +120,7 @@ class Published:
             if field.name in CHOICES or other is None or other == mine:
                 continue
             if mine is not None:
-                raise ConfigError(f"drafter.{field.name}: {mine}, but drafter.start_from has {other} ({self.path})")
+                raise ConfigError(f"drafter.{field.name}: {mine}, but {self.setting} has {other} ({self.path})")
             taken[field.name] = other
         rope: dict[str, Any] = theirs.rope_parameters  # type: ignore[assignment]
         if rope["rope_type"] not in ROPE_KEYS:
@@ -162,6 +168,12 @@ class Published:
             if names_tokens(ids, self.vocab_size, t2d):
                 return ids
         raise self._error("its d2t names neither by offset nor by id as many different tokens as t2d does")
+
+
+def by_path(config: Config, model: dict[str, Any], num_aux: int) -> Published:
+    """The drafter at drafter.path, for the target with the text config `model` and `num_aux` boundaries."""
+    settings = dataclasses.replace(config.drafter, start_from=config.drafter.path, vocabulary="start")
+    return Published(settings, model, num_aux, config.store.storage_options, "drafter.path")
 
 
 def our_name(bare: str, wanted: dict[str, Any]) -> str | None:

@@ -60,8 +60,8 @@ class Uploads:
 
     def close(self) -> None:
         self.threads.shutdown(wait=False, cancel_futures=True)
-        while not self.idle.empty():
-            self.idle.get().shutdown(wait=False)
+        while not self.idle.empty():  # waiting: their semaphores must go before Ray kills what tracks them
+            self.idle.get().shutdown()
 
     def _commit(
         self, units: Units, unit: str, shard: Path, size: int, samples: list[Any], facts: dict[str, Any]

@@ -233,9 +233,12 @@ def _work(given: dict[str, Any]) -> None:
                 progress.add(1, f"{note}, {rate:.0f} tok/s")
             if training.taken % train.checkpoint_every == 0:
                 if curves:
+                    if training.taken < train.steps:
+                        paused = time.monotonic()
+                        curves.walked(training.taken, training.accept_length(heldout, WALKED))
+                        began += time.monotonic() - paused
+                    curves.upload()  # before the checkpoint, behind which a resumed training adds no point
                     _save(files, f"{task.prefix}/state", training, consumed)
-                    curves.walked(training.taken, training.accept_length(heldout, WALKED))
-                    curves.upload()
                 ray.train.report({"step": training.taken})
         if curves:
             seconds = time.monotonic() - began
