@@ -32,9 +32,8 @@ from eagle3_ray.config import (
 )
 from eagle3_ray.drafter.checkpoint import check_folder, load
 from eagle3_ray.drafter.model import Drafter
-from eagle3_ray.drafter.published import by_path
 from eagle3_ray.drafter.target import TargetPieces, load_pieces
-from eagle3_ray.drafter.trained import Trained
+from eagle3_ray.drafter.trained import read_another
 from eagle3_ray.engines.base import Answered, RequestError, TargetEngine, answer, each
 from eagle3_ray.engines.sglang import SGLangEngine, context_length
 from eagle3_ray.engines.sglang_nodes import actor_options
@@ -383,8 +382,7 @@ def _drafter(run: Run, folder: Path, pieces: TargetPieces) -> Drafter:
     """Our own export, or another's in whatever layout it came."""
     if not run.config.drafter.path:
         return load(folder, pieces.embedding)
-    found = by_path(run.config, run.model, len(run.spec.boundaries))
-    return Trained(found.config.to_dict(), found.weights()).drafter(pieces)
+    return read_another(run.config, run.model, len(run.spec.boundaries)).drafter(pieces)
 
 
 def _captured(engine: TargetEngine, row: dict[str, Any]) -> Features:

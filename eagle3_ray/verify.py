@@ -27,9 +27,16 @@ from eagle3_ray.config import Config, ConfigError, SamplingConfig, draftings
 from eagle3_ray.conversations import join
 from eagle3_ray.drafter.checkpoint import check_folder
 from eagle3_ray.drafter.model import Drafter
-from eagle3_ray.drafter.published import by_path
 from eagle3_ray.drafter.target import TargetPieces, load_pieces
-from eagle3_ray.drafter.trained import Trained, chain, folder_faults, folder_warnings, in_force_faults, read_trained
+from eagle3_ray.drafter.trained import (
+    Trained,
+    chain,
+    folder_faults,
+    folder_warnings,
+    in_force_faults,
+    read_another,
+    read_trained,
+)
 from eagle3_ray.engines.base import EngineError, Response
 from eagle3_ray.engines.sglang import SGLangEngine
 from eagle3_ray.engines.sglang_nodes import actor_options
@@ -186,8 +193,7 @@ def _trained(run: Run, drafter: str, boundaries: int) -> Trained:
     """What training left of the drafter. Of another's drafter only its own files are known."""
     if not run.config.drafter.path:
         return read_trained(run.files, drafter)
-    found = by_path(run.config, run.model, boundaries)
-    return Trained(found.config.to_dict(), found.weights())
+    return read_another(run.config, run.model, boundaries)
 
 
 def _drafter_faults(run: Run, trained: Trained, folder: Path) -> list[str]:

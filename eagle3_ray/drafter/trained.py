@@ -18,8 +18,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from eagle3_ray.config import Config
 from eagle3_ray.drafter.faults import EMBEDDING
 from eagle3_ray.drafter.model import Batch, Drafter
+from eagle3_ray.drafter.published import by_path
 from eagle3_ray.drafter.shape import read_config
 from eagle3_ray.drafter.target import TargetPieces
 from eagle3_ray.store.filesystem import Filesystem
@@ -54,6 +56,12 @@ def read_trained(files: Filesystem, drafter: str) -> Trained:
         files.download(f"{drafter}/weights/model.safetensors", local)
         weights = load_file(local)
     return Trained(json.loads(files.read(f"{drafter}/weights/config.json")), weights)
+
+
+def read_another(config: Config, model: dict[str, Any], num_aux: int) -> Trained:
+    """The drafter at drafter.path, of which only its own files are known; arguments and errors as `by_path`."""
+    found = by_path(config, model, num_aux)
+    return Trained(found.config.to_dict(), found.weights())
 
 
 def folder_faults(trained: Trained, folder: Path, dtype: str) -> list[str]:

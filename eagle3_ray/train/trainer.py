@@ -245,9 +245,9 @@ def _work(given: dict[str, Any]) -> None:
             facts = {"steps": training.taken, "consumed": consumed, "tokens_per_s": round(tokens / seconds, 1)}
             after = training.accept_length(heldout, WALKED)
             walked = {"samples": len(held), "draft_steps": WALKED, "before": before, "after": after}
-            _finish(task, training, {**facts, "heldout": walked, **(_mean(recent) if recent else {})})
             curves.walked(training.taken, after)
             curves.upload()
+            _finish(task, training, {**facts, "heldout": walked, **(_mean(recent) if recent else {})})
     ray.train.report({"step": training.taken})
 
 
