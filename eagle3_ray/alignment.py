@@ -7,11 +7,12 @@ same samples twice, in other batches and in other chunks. Aligned means that
   - each served boundary is nearest to the trained boundary of its own name, and any other is MARGIN times as far;
   - its error is at most TIMES_FLOOR times the noise, at the median and at the 95th percentile, for the states of
     prompts and for those of verify steps, each on its own (a verify step is one more way to cut a sequence in chunks,
-    so the noise of chunks is forgiven there, too);
+    so the noise of chunks is forgiven there, too), and no single sample is further off than that;
   - the drafter gets token x_{q+1} and position q with the state of x_q, the layers, vocabulary, embedding, head and
-    precision in force are those that it was trained with, and it drafts what our own forward drafts;
+    precision in force are those that it was trained with, and it drafts what our own forward drafts, with our logits;
   - the samples begin with the corpus's prompts, their masks cover the answers, and output head x last hidden state
-    gives the log-probabilities that the engine gives.
+    gives the log-probabilities that the engine gives;
+  - there was something to compare in each of these.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ NEAR = 0.2  # two states so near are the same one, in whatever precision; neighb
 # Nats, median over rows. With fp8 states the last one is bfloat16
 LOGPROB_ERROR = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.05, "float8_e4m3": 0.1}
 SAME_DRAFTS = {"float32": 0.99, "bfloat16": 0.9, "float16": 0.9}  # share of drafts that are ours, too
-PROBABILITY_ERROR = {"float32": 1e-3, "bfloat16": 0.05, "float16": 0.02}  # of the first draft, mean
+DRAFT_LOGITS = {"float32": 1e-3, "bfloat16": 0.05, "float16": 0.02}  # relative error of a step's, median
 
 
 def relative_errors(served: Tensor, trained: Tensor) -> Tensor:
@@ -71,10 +72,13 @@ def judge(measured: dict[str, Any]) -> list[str]:
     causes = [*measured["drafter_faults"], *_in_force(measured), *_beside(measured), *_samples(measured)]
     if measured["width"] == len(measured["trained"]) * measured["hidden_size"]:
         causes += _states(measured)
+    elif not causes:
+        causes.append(
+            f"the drafter gets {measured['width']} numbers a token, not {len(measured['trained'])} boundaries of "
+            f"{measured['hidden_size']}"
+        )
     causes += _targets(measured)
-    if not causes:
-        causes += _drafts(measured)
-    return causes
+    return causes or [*_drafts(measured), *_nothing(measured)]
 
 
 def _in_force(measured: dict[str, Any]) -> list[str]:
@@ -148,7 +152,7 @@ def _states(measured: dict[str, Any]) -> list[str]:
         return [f"the features' rows are shifted: the state of token q lies in row q{int(shift):+d}"]
     for s, row in enumerate(rows):
         other = min(value for t, value in enumerate(row) if t != s)
-        if row[s] > NEAR or other < MARGIN * row[s]:
+        if not (row[s] <= NEAR and other >= MARGIN * row[s]):  # so that NaN is a cause, here and below
             return [measured.get("identified") or _unlike(names[s], row[s], other)]
     return _beyond_noise(measured)
 
@@ -162,20 +166,34 @@ def _unlike(name: int, error: float, other: float) -> str:
 
 def _beyond_noise(measured: dict[str, Any]) -> list[str]:
     """Where the order is right, but the values are not."""
-    causes, least = [], LEAST_FLOOR[measured["precision"]]
+    least = LEAST_FLOOR[measured["precision"]]
     prompt, verify = measured["floor"]["prompt"], measured["floor"]["verify"]
+    causes = []
     for kind, noises in (("prompt", [prompt]), ("verify", [prompt, verify])):
         for at, errors in measured["errors"][kind].items():
             floors = [max([least, *(noise[at][i] for noise in noises if noise)]) for i in range(len(errors))]
-            worst = max(range(len(errors)), key=lambda i: errors[i] / floors[i])
-            if errors[worst] > TIMES_FLOOR * floors[worst]:
+            beyond = [i for i, floor in enumerate(floors) if not errors[i] <= TIMES_FLOOR * floor]
+            if beyond:
+                worst = max(beyond, key=lambda i: errors[i] / floors[i])
                 causes.append(
                     f"values differ beyond the noise: boundary {measured['trained'][worst]} of {kind} rows by "
                     f"{errors[worst]:.2g} ({at}), {errors[worst] / floors[worst]:.1f} times the noise of "
                     f"{floors[worst]:.2g}; settings that differ: {measured['settings'] or 'none'}"
                 )
                 break
-    return causes
+    return causes or _single_samples(measured, max([least, *prompt.get("p95", [])]))
+
+
+def _single_samples(measured: dict[str, Any], floor: float) -> list[str]:
+    """Samples that are further off than noise; so few that the rows of all do not show it."""
+    beyond = [one for one in measured["by_sample"] if not one["error"] <= TIMES_FLOOR * floor]
+    if not beyond:
+        return []
+    worst = max(beyond, key=lambda one: one["error"])
+    return [
+        f"values differ beyond the noise in {len(beyond)} of {measured['samples']} samples: the features of sample "
+        f"{worst['id']} by {worst['error']:.2g} (median of its rows), where the noise is {floor:.2g} (p95)"
+    ]
 
 
 def _targets(measured: dict[str, Any]) -> list[str]:
@@ -196,8 +214,22 @@ def _drafts(measured: dict[str, Any]) -> list[str]:
     causes = []
     if drafts["same"] is not None and drafts["same"] < SAME_DRAFTS[dtype]:
         causes.append(f"of {drafts['compared']} served drafts {drafts['same']:.1%} are those of the trained drafter")
-    if drafts["probability_error"] > PROBABILITY_ERROR[dtype]:
+    beyond = [(step, error) for step, error in enumerate(drafts["logits"]) if not error <= DRAFT_LOGITS[dtype]]
+    for step, error in beyond[:1]:
         causes.append(
-            f"the first draft's probability is {drafts['probability_error']:.2g} away from the trained drafter's (mean)"
+            f"the draft logits of step {step} are {error:.2g} away from the trained drafter's (relative, median)"
         )
     return causes
+
+
+def _nothing(measured: dict[str, Any]) -> list[str]:
+    """What no row was there to compare of: no proof."""
+    drafts = measured["drafts"]
+    missing = {
+        "states of prompts": not measured["rows"]["prompt"],
+        "states of verify steps": not measured["rows"]["verify"],
+        "last hidden states": not measured["last_hidden"],
+        "drafts": drafts["same"] is None and not drafts["logits"],
+    }
+    none = [name for name, is_missing in missing.items() if is_missing]
+    return [f"nothing was compared of the {', the '.join(none)}: no proof"] if none else []

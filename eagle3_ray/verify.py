@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import statistics
 import tempfile
 from collections import Counter
 from collections.abc import Callable
@@ -37,10 +38,10 @@ from eagle3_ray.drafter.trained import (
     read_another,
     read_trained,
 )
-from eagle3_ray.engines.base import EngineError, Response
+from eagle3_ray.engines.base import EngineError, RequestError, Response
 from eagle3_ray.engines.sglang import SGLangEngine
 from eagle3_ray.engines.sglang_nodes import actor_options
-from eagle3_ray.engines.sglang_served import Watched
+from eagle3_ray.engines.sglang_served import NothingWritten, Watched
 from eagle3_ray.identify import Taken, identify, read_dump
 from eagle3_ray.prepare import Corpus, Prompt
 from eagle3_ray.run import Run, exported
@@ -68,8 +69,8 @@ def verify(run: Run, corpus: Corpus, features: Units, drafter: str, anew: bool =
     if run.config.engine.name != "sglang":
         raise ConfigError(f"engine.name: only sglang serves a drafter, {run.config.engine.name} does not")
     key = verification_key(run, features, drafter)
-    summary = None if anew else run.read_json(f"{key}/summary.json")
-    if summary is not None and "failed" not in summary:  # an engine may fail for reasons that pass
+    summary = None if anew else _kept(run, key)
+    if summary is not None:
         return summary
     hardware = run.config.hardware
     takes = {"num_cpus": hardware.cpus_per_actor, "num_gpus": hardware.gpus_per_actor, **actor_options(hardware)}
@@ -100,9 +101,15 @@ def elsewhere(run: Run) -> dict[str, Any]:
 def watching(run: Run, corpus: Corpus, features: Units, drafter: str) -> Callable[[SGLangEngine, Path], None] | None:
     """What `evaluate` is to call with its engine, so that one served engine does both; None where all is measured."""
     key = verification_key(run, features, drafter)
-    if not run.config.verify.samples or any(run.files.exists(f"{key}/{name}.json") for name in ("summary", "measured")):
+    if not run.config.verify.samples or _kept(run, key) or run.files.exists(f"{key}/measured.json"):
         return None
     return partial(_watch, run, corpus, features, drafter)
+
+
+def _kept(run: Run, key: str) -> dict[str, Any] | None:
+    """The summary at `key`, but for one of an engine that failed: it may have done so for reasons that pass."""
+    summary = run.read_json(f"{key}/summary.json")
+    return None if summary is None or "failed" in summary else summary
 
 
 def _watch(run: Run, corpus: Corpus, features: Units, drafter: str, engine: SGLangEngine, folder: Path) -> None:
@@ -115,7 +122,7 @@ def _alone(run: Run, corpus: Corpus, features: Units, drafter: str) -> dict[str,
     try:
         with serving(run, drafter, draftings(run.config.evaluate)[0], watched=True) as (engine, folder):
             return measure(run, corpus, features, drafter, engine, folder)
-    except EngineError as error:
+    except (EngineError, RequestError, NothingWritten) as error:
         with tempfile.TemporaryDirectory(prefix="eagle3-ray-") as scratch:
             folder = served_folder(run, drafter, Path(scratch))
             trained = _trained(run, drafter, len(run.spec.boundaries))
@@ -127,7 +134,7 @@ def verification_key(run: Run, features: Units, drafter: str) -> str:
     """One verification each of drafter as it lies there, features as committed, and settings of the serving engine."""
     decides = {
         "exported": exported(run, drafter),
-        "features": features.folder,
+        "features": [features.folder, *((commit.unit, commit.sha256) for commit in features.commits())],
         "dtype": run.config.evaluate.dtype or run.config.engine.dtype,
         "verify": dataclasses.asdict(run.config.verify),
         **{name: getattr(run.config.evaluate, name) for name in ("num_steps", "topk", "num_draft_tokens")},
@@ -144,13 +151,15 @@ def measure(
 ) -> dict[str, Any]:
     """Serve some stored samples and compare all there is to compare; `folder` holds the served drafter."""
     description = features.description()
-    samples = choose(run, features)
+    stored = choose(run, features)
+    samples = [cut(sample, run.config.verify.max_tokens) for sample in stored]
     boundaries, hidden = description["boundaries"], run.spec.hidden_size
     tensors, facts = engine.drafter_facts()
-    trained, pieces = _trained(run, drafter, len(boundaries)), load_pieces(run.config.target, torch.float32)
+    trained = _trained(run, drafter, len(boundaries))
+    pieces = load_pieces(run.config.target, torch.float32, run.config.store.storage_options)
     prompts = _prompts(samples)
     greedy = SamplingConfig(max_new_tokens=NEW_TOKENS)
-    whole = [one for _, one in engine.watch([s.input_ids.tolist() for s in samples], SamplingConfig(max_new_tokens=1))]
+    whole = _prefilled(engine, [sample.input_ids.tolist() for sample in samples])
     again = [_in_chunks(engine, sample.input_ids.tolist()) for sample in samples]
     answers = engine.watch([ids for _, ids in prompts], greedy)
     half = len(prompts) // 2
@@ -158,6 +167,7 @@ def measure(
         pair for some in (prompts[:half], prompts[half:]) if some for pair in engine.watch([i for _, i in some], greedy)
     ]
     sequences = [sample.input_ids.tolist() for sample in samples] * 2
+    alike = _prefilled(engine, [ids + r.token_ids for (_, ids), (r, _) in zip(prompts, answers, strict=True)])
     seen = list(zip(sequences, whole + again, strict=True))
     seen += [(ids + r.token_ids, one) for (_, ids), (r, one) in zip(prompts * 2, answers + others, strict=True)]
     width = whole[0].states.shape[1]
@@ -174,18 +184,16 @@ def measure(
         "drafter_faults": _drafter_faults(run, trained, folder),
         "warnings": folder_warnings(folder, pieces),
         "in_force_faults": in_force_faults(tensors, trained, pieces, run.config.engine.dtype),
-        "sample_faults": sample_faults(corpus, samples),
+        "sample_faults": sample_faults(corpus, stored),
         "beside": beside(seen),
         "last_hidden": targets(engine, samples, pieces),
         "drafts": drafts(trained.drafter(pieces), answers, [ids for _, ids in prompts], run.config.evaluate.topk, facts)
         if width == len(boundaries) * hidden
-        else {},
-        "rows": {"prompt": sum(len(one.at) for one in whole), "verify": 0},
+        else None,
     }
     if width == len(boundaries) * hidden:
         kept = partial(_as_stored, dtype=description["dtype"], boundaries=len(boundaries))
-        measured |= compare(samples, prompts, kept, whole, again, answers, others)
-        measured["rows"]["verify"] = measured.pop("verify_rows")
+        measured |= compare(samples, prompts, kept, whole, again, answers, others, alike)
     return measured
 
 
@@ -202,18 +210,21 @@ def _drafter_faults(run: Run, trained: Trained, folder: Path) -> list[str]:
 
 
 def choose(run: Run, features: Units) -> list[Features]:
-    """verify.samples of the committed samples, by seed, each cut at verify.max_tokens."""
+    """verify.samples of the committed samples, by seed."""
     settings, commits = run.config.verify, features.commits()
     pairs = [(shard, i) for shard, commit in enumerate(commits) for i in range(len(commit.samples))]
     if not pairs:
         raise ConfigError(f"verify: no sample is committed below {features.files.url(features.folder)}")
     chosen = sorted(random.Random(run.config.train.seed).sample(pairs, min(settings.samples, len(pairs))))
-    samples = read_samples(features, commits, node_cache(run.config.store), chosen)
-    return [_cut(sample, settings.max_tokens) for sample in samples]
+    return read_samples(features, commits, node_cache(run.config.store), chosen)
 
 
-def _cut(sample: Features, length: int) -> Features:
-    rows = int((sample.last_rows < length).sum())
+def cut(sample: Features, tokens: int) -> Features:
+    """Its first `tokens` tokens, or more: so many that NEW_TOKENS of its first answer are among them."""
+    length = max(tokens, int(sample.loss_mask.int().argmax()) + NEW_TOKENS)
+    if length >= len(sample.input_ids):
+        return sample
+    rows = int((sample.last_rows < length - 1).sum())  # a target row wants the token behind it
     return dataclasses.replace(
         sample,
         input_ids=sample.input_ids[:length],
@@ -232,6 +243,11 @@ def _prompts(samples: list[Features]) -> list[tuple[int, list[int]]]:
         starts = ((mask.diff() > 0).nonzero().flatten() + 1).tolist()
         found += [(number, sample.input_ids[:start].tolist()) for start in starts]
     return found
+
+
+def _prefilled(engine: SGLangEngine, sequences: list[list[int]]) -> list[Watched]:
+    """What the drafter gets of each sequence where it is a prompt."""
+    return [one for _, one in engine.watch(sequences, SamplingConfig(max_new_tokens=1))]
 
 
 def _in_chunks(engine: SGLangEngine, ids: list[int]) -> Watched:
@@ -303,49 +319,49 @@ def compare(
     again: list[Watched],
     answers: list[tuple[Response, Watched]],
     others: list[tuple[Response, Watched]],
+    alike: list[Watched],
 ) -> dict[str, Any]:
-    """Errors, noise, the matrix and the shifts; the states of verify steps only where the answer is the stored one."""
+    """Errors, noise, the matrix and the shifts.
+
+    The states of verify steps are held against the stored ones as far as an answer is the stored one, and from there
+    on, as sampled answers leave it at once, against those that the same engine gives the answer as a prompt (`alike`).
+    """
     trained = [kept(sample.aux) for sample in samples]  # [T, A, H] each
     served = [kept(one.states) for one in whole]  # [T, A, H]
     both = [(a, b[: len(a)]) for a, b in zip(served, trained, strict=True)]
+    errors = [relative_errors(a, b) for a, b in both]  # [T, A] each
     noise = [relative_errors(kept(b.states), kept(a.states)[b.at]) for a, b in zip(whole, again, strict=True)]
-    verified, verified_noise = [], []
-    for (number, ids), (_, one), (_, other) in zip(prompts, answers, others, strict=True):
-        rows = _verified_rows(one, ids, samples[number])  # {slot: row}
-        twin = _verified_rows(other, ids, samples[number])
-        slots = sorted(rows)
-        if slots:
-            states = kept(one.states)[[rows[slot] for slot in slots]]  # [n, A, H]
-            verified.append(relative_errors(states, trained[number][slots]))
-            common = [slot for slot in slots if slot in twin]
-            mine, theirs = ([of[slot] for slot in common] for of in (rows, twin))
-            verified_noise.append(relative_errors(kept(other.states)[theirs], kept(one.states)[mine]))
+    verified, verified_noise, from_store = [errors[0][:0]], [errors[0][:0]], 0
+    for (number, ids), (response, one), (_, other), prompt in zip(prompts, answers, others, alike, strict=True):
+        said = ids + response.token_ids
+        slots = one.at[one.verified & (one.at < len(said))]  # nothing is missing of a watched answer: row q is slot q
+        as_stored = alike_until(said, samples[number].input_ids.tolist())
+        expected = torch.cat([trained[number][:as_stored], kept(prompt.states)[as_stored:]])  # [T', A, H]
+        states = kept(one.states)
+        verified.append(relative_errors(states[slots], expected[slots]))
+        from_store += int((slots < as_stored).sum())
+        until = alike_until(one.ids.tolist(), other.ids.tolist()) + 1
+        common = [slot for slot in slots.tolist() if slot < until and slot < len(other.at) and other.verified[slot]]
+        verified_noise.append(relative_errors(kept(other.states)[common], states[common]))
     joined, targets_joined = torch.cat([a for a, _ in both]), torch.cat([b for _, b in both])  # [N, A, H]
     per_sample = [shifted(a, b) for a, b in both]
-    empty = relative_errors(joined[:0], joined[:0])
     return {
-        "errors": {
-            "prompt": spread(relative_errors(joined, targets_joined)),
-            "verify": spread(torch.cat(verified or [empty])),
-        },
-        "floor": {"prompt": spread(torch.cat(noise)), "verify": spread(torch.cat(verified_noise or [empty]))},
+        "errors": {"prompt": spread(torch.cat(errors)), "verify": spread(torch.cat(verified))},
+        "by_sample": [
+            {"id": sample.id, "error": float(of.median(dim=0).values.max())}
+            for sample, of in zip(samples, errors, strict=True)
+        ],
+        "floor": {"prompt": spread(torch.cat(noise)), "verify": spread(torch.cat(verified_noise))},
         "matrix": matrix(joined, targets_joined),
         "cosines": torch.cosine_similarity(joined, targets_joined, dim=-1).mean(0).tolist(),  # [A]
         "shifts": {str(k): sum(of[k] for of in per_sample) / len(per_sample) for k in (-1, 0, 1)},
-        "verify_rows": sum(map(len, verified)),
+        "rows": {"prompt": len(joined), "verify": sum(map(len, verified)), "verify_stored": from_store},
     }
 
 
-def _verified_rows(one: Watched, prompt: list[int], sample: Features) -> dict[int, int]:
-    """{slot: row} of verify steps as far as the sequence so far is the stored sample's."""
-    stored, found = sample.input_ids.tolist(), dict[int, int]()
-    sequence = {0: prompt[0]} | {slot + 1: token for slot, token in zip(one.at.tolist(), one.ids.tolist(), strict=True)}
-    for row, (slot, verified) in enumerate(zip(one.at.tolist(), one.verified.tolist(), strict=True)):
-        if slot >= len(stored) or sequence[slot] != stored[slot]:
-            break
-        if verified:
-            found[slot] = row
-    return found
+def alike_until(a: list[int], b: list[int]) -> int:
+    """How many tokens two sequences begin with in common."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def targets(engine: SGLangEngine, samples: list[Features], pieces: TargetPieces) -> dict[str, Any]:
@@ -387,26 +403,36 @@ def drafts(
     topk: int,
     facts: dict[str, Any],
 ) -> dict[str, Any]:
-    """The trained drafter on the states that the served one got: is what SGLang drafted what we would draft?"""
+    """The trained drafter on the states that the served one got: is what SGLang drafted what we would draft?
+
+    `logits` has, by step, the median relative error |served - ours| / |ours| of the first drafts behind each prompt:
+    of the first step, and in chains also of later ones, where they run outside of a CUDA graph.
+    """
     place = {token: i for i, token in enumerate(drafter.draft_ids.tolist())}
-    firsts, chains = [], []
+    same: list[bool] = []
+    errors: dict[int, list[float]] = {}
+
+    def compare_logits(step: int, ours: Tensor, served: Tensor) -> None:
+        errors.setdefault(step, []).append(float((served[: len(ours)] - ours).norm() / ours.norm()))
+
     for (_, one), prompt in zip(answers, prompts, strict=True):
         states, known = one.states.float(), [prompt[0], *one.ids.tolist()]
-        logits = chain(drafter, known[: len(prompt) + 1], states[: len(prompt)], [0])[0]
-        best = logits.softmax(-1).max(-1)
-        firsts.append(abs(float(best.values) - one.first[1]))
-        if topk == 1:
-            chains += [(known[: n + 1], states[:n], said) for n, said, _ in one.drafted if n < len(known)]
-    same = []
-    for ids, states, said in chains:
-        ours = chain(drafter, ids, states, said[1:])
-        for logits, token in zip(ours, said[1:], strict=True):
-            at = place.get(token)
-            same.append(at is not None and float(logits.max() - logits[at]) <= TOLERANCE[facts["drafter_dtype"]])
+        if one.logits is not None:
+            ours = chain(drafter, known[: len(prompt) + 1], states[: len(prompt)], [0])
+            compare_logits(0, ours[0], one.logits[0])
+        for length, said, _, served in one.drafted:
+            if topk > 1 or length >= len(known):
+                continue
+            ours = chain(drafter, known[: length + 1], states[:length], said[1:])
+            for step, logits in enumerate([] if served is None else served, start=1):
+                compare_logits(step, ours[step], logits)
+            for logits, token in zip(ours, said[1:], strict=True):
+                at = place.get(token)
+                same.append(at is not None and float(logits.max() - logits[at]) <= TOLERANCE[facts["drafter_dtype"]])
     return {
         "compared": len(same),
         "same": sum(same) / len(same) if same else None,
-        "probability_error": sum(firsts) / max(1, len(firsts)),
+        "logits": [statistics.median(errors[step]) for step in sorted(errors)],
     }
 
 
@@ -428,7 +454,7 @@ def _fault(prompt: Prompt | None, sample: Features) -> tuple[str, str] | None:
     if prompt is None:
         return "another corpus", "the corpus has no such prompt"
     ids, mask = sample.input_ids.tolist(), sample.loss_mask.tolist()
-    at = 0
+    at = 0  # the end of the answer before
     for segment in prompt.segments:
         added = join(ids[:at], segment)
         here = ids[at : at + len(added)]
@@ -437,14 +463,16 @@ def _fault(prompt: Prompt | None, sample: Features) -> tuple[str, str] | None:
             return "another chat template or tokenizer", f"token {at + wrong} is {here[wrong]}, not {added[wrong]}"
         start = at + len(added)
         if start >= len(ids):
-            break
+            return "no answer", f"token {len(ids)} is its last, its answer begins at token {start}"
         begins = next((i for i in range(at, len(mask)) if mask[i]), len(mask))
         if begins != start:
             return "the loss mask is shifted", f"it begins at token {begins}, the answer at token {start}"
         at = next((i for i in range(start, len(mask)) if not mask[i]), len(mask))
         if at == len(ids):
             break
-    if not torch.equal(sample.last_rows, target_rows(sample.loss_mask)[: len(sample.last_rows)]):
+    if at < len(ids):
+        return "the loss mask is shifted", f"it ends at token {at}, the answer at token {len(ids)}"
+    if not torch.equal(sample.last_rows.long(), target_rows(sample.loss_mask)):
         return "the training targets are shifted", "their rows are not those of the loss mask"
     return None
 

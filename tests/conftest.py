@@ -13,6 +13,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 os.environ.setdefault("GOMP_SPINCOUNT", "5000")  # see conf/hardware/cpu.yaml
+os.environ.setdefault("RAY_worker_niceness", "0")  # not Ray's 15: another file's tests run on the same cores
 
 
 def compose(*overrides: str) -> Any:

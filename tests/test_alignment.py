@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from math import nan
 from typing import Any
 
 import pytest
@@ -42,7 +43,8 @@ CLEAN: dict[str, Any] = {
     "matrix": [[2e-7, 0.9, 1.4], [0.8, 2e-7, 0.9], [1.2, 0.7, 2e-7]],
     "shifts": {"-1": 1.1, "0": 2e-7, "1": 1.2},
     "last_hidden": {"rows": 50, "same_token": 1.0, "logprob_error": 1e-6, "logprob_error_normed": 0.4},
-    "drafts": {"compared": 90, "same": 1.0, "probability_error": 1e-6},
+    "drafts": {"compared": 90, "same": 1.0, "logits": [1e-6, 2e-6, 1e-6]},
+    "by_sample": [{"id": "a", "error": 2e-7}, {"id": "b", "error": 2e-7}],
 }
 
 
@@ -99,7 +101,24 @@ CASES = [
     ({"last_hidden": {"logprob_error": 0.4, "logprob_error_normed": 1e-6}}, "lack the target's final norm"),
     ({"last_hidden": {"logprob_error": 0.4}}, "training targets are not the target's"),
     ({"drafts": {"same": 0.5}}, "of 90 served drafts 50.0% are those of the trained drafter"),
-    ({"drafts": {"probability_error": 0.02}}, "probability is 0.02 away"),
+    ({"drafts": {"logits": [1e-6, 0.02, 0.01]}}, "the draft logits of step 1 are 0.02 away"),
+    ({"drafts": {"logits": [nan]}}, "the draft logits of step 0 are nan away"),
+    ({"width": 16}, "the drafter gets 16 numbers a token, not 3 boundaries of 8"),
+    ({"matrix": [[nan] * 3] * 3, "shifts": dict.fromkeys(("-1", "0", "1"), nan)}, "are no states of this target there"),
+    (
+        {"errors": {"verify": {"median": [2e-7] * 3, "p95": [nan, 8e-7, 8e-7]}}},
+        "boundary 2 of verify rows by nan (p95)",
+    ),
+    ({"last_hidden": {"logprob_error": nan, "logprob_error_normed": nan}}, "training targets are not the target's"),
+    (
+        {"by_sample": [{"id": "a", "error": 2e-7}, {"id": "b", "error": 1.3}, {"id": "c", "error": 4e-6}]},
+        "in 2 of 4 samples: the features of sample b by 1.3 (median of its rows), where the noise is 1e-06 (p95)",
+    ),
+    ({"by_sample": [{"id": "a", "error": nan}]}, "in 1 of 4 samples: the features of sample a by nan"),
+    ({"rows": {"prompt": 100, "verify": 0}}, "nothing was compared of the states of verify steps: no proof"),
+    ({"rows": {"prompt": 0}}, "nothing was compared of the states of prompts: no proof"),
+    ({"last_hidden": None}, "nothing was compared of the last hidden states: no proof"),
+    ({"drafts": {"same": None, "logits": []}}, "nothing was compared of the drafts: no proof"),
 ]
 
 
@@ -126,6 +145,11 @@ def test_verify_steps_have_the_noise_of_chunks_and_their_own() -> None:
     assert judge(noisy) == []
     noisy["floor"] = {"prompt": {}, "verify": {"median": [2e-6] * 3, "p95": [3e-6] * 3}}
     assert judge(noisy) == []
+
+
+@pytest.mark.parametrize("drafts", [{"same": None}, {"logits": []}])
+def test_trees_have_no_same_drafts_and_graphs_may_have_no_logits(drafts: dict[str, Any]) -> None:
+    assert judge(changed(drafts=drafts)) == []
 
 
 def test_an_engine_that_failed_leaves_what_is_known_without_it() -> None:

@@ -16,7 +16,7 @@ from eagle3_ray.engines.sglang_served import WATCHED, Watched, accepted_rows, dr
 from eagle3_ray.verify import beside
 
 X = list(range(100, 120))  # one sequence; the state of x_q is filled with q
-REQUESTS = [SimpleNamespace(rid="someone else's"), SimpleNamespace(rid=f"{WATCHED}a")]
+REQUESTS = [SimpleNamespace(rid=rid, output_ids=[X[6]]) for rid in ("someone else's", f"{WATCHED}a")]
 
 
 @pytest.fixture(autouse=True)
@@ -26,39 +26,47 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def run(positions: Tensor) -> None:
-    """The drafter's forward pass, which counts on in its own tensor."""
-    forward_pass(lambda _, batch: batch.positions.add_(1), None, SimpleNamespace(positions=positions))
+def run(positions: Tensor, logits: Tensor | None = None) -> None:
+    """The drafter's forward pass, which counts on in its own tensor, and whose logits become probabilities later."""
+    output = SimpleNamespace(logits_output=SimpleNamespace(next_token_logits=logits))
+
+    def forward(_: Any, batch: Any) -> Any:
+        batch.positions.add_(1)
+        return output
+
+    forward_pass(forward, None, SimpleNamespace(positions=positions))
+    if logits is not None:
+        logits.zero_()
 
 
 def states(slots: range) -> Tensor:
     return torch.tensor(slots).float()[:, None].expand(-1, 4)  # [n, W]
 
 
-def serve(prompt: int, accepted: int, shift: int = 0) -> None:
-    """A prompt in two chunks beside another request, a verify step of 3 tokens, and two draft steps of 2 paths."""
+def serve(prompt: int, accepted: int, shift: int = 0, topk: int = 2) -> None:
+    """A prompt in two chunks beside another request, a verify step of 3 tokens, and two draft steps of `topk` paths."""
 
     def extend(_: Any, batch: Any, __: Tensor) -> Any:
         run(
             torch.cat(
                 [torch.arange(2), torch.arange(batch.prefix_lens[1], batch.prefix_lens[1] + batch.extend_lens[1])]
             )
-            + shift
+            + shift,
+            torch.tensor([[1.0, 2.0], [batch.prefix_lens[1], 4.0]]),
         )
-        return SimpleNamespace(topk_index=torch.tensor([[7], [8]]), topk_p=torch.tensor([[0.1], [0.2]]))
 
     for start, end in ((0, prompt // 2), (prompt // 2, prompt)):
         ids = torch.tensor([0, 0, *X[start + 1 : end + 1]])
         batch = SimpleNamespace(reqs=REQUESTS, prefix_lens=[0, start], extend_lens=[2, end - start], input_ids=ids)
         prompt_rows(extend, None, batch, torch.cat([torch.zeros(2, 4), states(range(start, end))]))
-    worker = SimpleNamespace(speculative_num_draft_tokens=3, topk=2)
+    worker = SimpleNamespace(speculative_num_draft_tokens=3, topk=topk)
     batch = SimpleNamespace(reqs=REQUESTS, seq_lens=torch.tensor([5, prompt]))
     tree = SimpleNamespace(draft_token=torch.arange(6))
 
     def draft(*_: Any) -> Any:
-        at = batch.seq_lens.repeat_interleave(2) + shift
-        run(at)
-        run(at)
+        at = batch.seq_lens.repeat_interleave(topk) + shift
+        for step in (5.0, 6.0):
+            run(at, torch.stack([torch.zeros(2), torch.full([2], step)]).repeat_interleave(topk, 0))
         return tree
 
     drafts(draft, worker, batch)
@@ -82,13 +90,19 @@ def test_each_row_has_its_slot_its_token_and_its_position(folder: Path) -> None:
     assert seen.at.tolist() == seen.positions.tolist() == seen.states[:, 0].tolist() == list(range(8))
     assert seen.ids.tolist() == X[1:9]
     assert seen.verified.tolist() == [False] * 6 + [True] * 2
-    assert seen.drafted == [(6, [3, 4, 5], [[6, 6], [7, 7]])]
-    assert seen.first == (8, pytest.approx(0.2))
+    assert seen.drafted == [(6, [3, 4, 5], [[6, 6], [7, 7]], None)]
+    assert seen.logits.tolist() == [[3.0, 4.0]]
     assert list(folder.iterdir()) == []
     told = beside([(X, seen)])
     assert told["prompt"] == {"rows": 6, "wrong_tokens": 0, "shifts": {"0": 6}}
     assert told["verify"] == {"rows": 2, "wrong_tokens": 0, "shifts": {"0": 2}}
     assert told["draft"] == {"rows": 4, "wrong_tokens": 0, "shifts": {"0": 4}}
+
+
+def test_the_first_chain_has_the_logits_of_its_steps(folder: Path) -> None:
+    serve(prompt=6, accepted=2, topk=1)
+    ((*_, logits),) = read(folder, f"{WATCHED}a").drafted
+    assert logits.tolist() == [[5.0, 5.0], [6.0, 6.0]]
 
 
 def test_positions_are_the_forward_passs_own(folder: Path) -> None:
@@ -100,7 +114,7 @@ def test_positions_are_the_forward_passs_own(folder: Path) -> None:
 
 def test_tokens_are_compared_as_far_as_the_sequence_is_known() -> None:
     at = torch.arange(4)
-    seen = Watched(at, at, torch.tensor([101, 7, 103, 104]), states(range(4)), at > 2, [], (0, 0.0))
+    seen = Watched(at, at, torch.tensor([101, 7, 103, 104]), states(range(4)), at > 2, [], None)
     assert beside([(X[:4], seen)])["prompt"] == {"rows": 3, "wrong_tokens": 1, "shifts": {"0": 3}}
     assert beside([(X[:4], seen)])["verify"]["wrong_tokens"] == 0  # x_4 is not known
 

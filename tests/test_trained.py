@@ -13,7 +13,7 @@ import pytest
 import torch
 from conftest import compose
 from safetensors.torch import load_file, save_file
-from stores import HIDDEN, fill
+from stores import fill
 
 from eagle3_ray.capture import CaptureSpec
 from eagle3_ray.config import ConfigError, DrafterConfig
@@ -27,7 +27,7 @@ from eagle3_ray.run import Run, exported
 from eagle3_ray.store.filesystem import Filesystem
 from eagle3_ray.store.shards import Features, target_rows
 from eagle3_ray.train.trainer import train_drafter
-from eagle3_ray.verify import choose, sample_faults, verification_key, verify, watching
+from eagle3_ray.verify import choose, cut, sample_faults, verification_key, verify, watching
 
 TARGET = {"hidden_size": 32, "intermediate_size": 48, "vocab_size": 64, "num_attention_heads": 2, "head_dim": 16}
 TARGET |= {"num_key_value_heads": 1, "max_position_embeddings": 128, "rope_theta": 1e4, "rms_norm_eps": 1e-5}
@@ -148,8 +148,11 @@ PROMPT = Prompt("a", "d", [[1, 7, 8], [2, 1, 9]])  # the second segment begins w
 SAMPLES = [
     ([1, 7, 8, 5, 2, 1, 9, 6, 2], [0, 0, 0, 1, 1, 0, 0, 1, 1], None),
     ([1, 7, 8, 5, 4, 2, 1, 9, 6], [0, 0, 0, 1, 1, 0, 0, 0, 1], None),  # an answer without an end token
-    ([1, 7, 8, 5, 2, 1, 9], [0, 0, 0, 1, 1, 0, 0], None),  # cut before its second answer
-    ([1, 7, 8, 5, 2, 1], [0, 0, 0, 1, 1, 0], None),
+    ([1, 7, 8, 5, 2], [0, 0, 0, 1, 1], None),  # there was no room for the second answer
+    ([1, 7, 8, 5, 2, 1, 9], [0, 0, 0, 1, 1, 0, 0], "no answer: token 7 is its last, its answer begins at token 7"),
+    ([1, 7, 8, 5, 2, 1], [0, 0, 0, 1, 1, 0], "no answer: token 6 is its last, its answer begins at token 7"),
+    ([1, 7], [0, 0], "no answer: token 2 is its last, its answer begins at token 3"),
+    ([1, 7, 8, 5, 2, 1, 9, 6, 2], [0, 0, 0, 1, 1, 0, 0, 1, 0], "it ends at token 8, the answer at token 9"),
     ([1, 7, 3, 5, 2], [0, 0, 0, 1, 1], "another chat template or tokenizer: token 2 is 3, not 8"),
     ([1, 7, 8, 5, 2, 1, 4, 6, 2], [0, 0, 0, 1, 1, 0, 0, 1, 1], "chat template or tokenizer: token 6 is 4, not 9"),
     ([1, 7, 8, 5, 2, 1, 9, 6, 2], [0, 0, 1, 1, 0, 0, 1, 1, 0], "the loss mask is shifted: it begins at token 2"),
@@ -168,8 +171,9 @@ def test_a_sample_must_be_its_prompt_and_the_answers(ids: list[int], mask: list[
 def test_rows_that_are_not_the_masks_are_a_fault() -> None:
     corpus: Any = SimpleNamespace(units=["u"], read=lambda unit: [PROMPT])
     sample = features([1, 7, 8, 5, 6, 2], [0, 0, 0, 1, 1, 1])
-    sample = dataclasses.replace(sample, last_rows=sample.last_rows - 1)
-    assert sample_faults(corpus, [sample])[0]["kind"] == "the training targets are shifted"
+    for rows in (sample.last_rows - 1, sample.last_rows[:1], sample.last_rows[:0]):
+        (fault,) = sample_faults(corpus, [dataclasses.replace(sample, last_rows=rows)])
+        assert fault["kind"] == "the training targets are shifted"
     other: Any = SimpleNamespace(units=["u"], read=lambda unit: [])
     assert sample_faults(other, [sample])[0]["words"] == "the corpus has no such prompt"
 
@@ -185,10 +189,16 @@ def test_samples_are_chosen_by_the_settings(tmp_path: Path) -> None:
     assert len(chosen("verify.samples=99")) == 6
     lengths = [len(sample.input_ids) for sample in chosen("verify.samples=99")]
     assert lengths == [4, 6, 8, 5, 7, 9]
-    for sample in chosen("verify.samples=99", "verify.max_tokens=5"):
-        assert len(sample.input_ids) == len(sample.loss_mask) == min(5, len(sample.input_ids)) == len(sample.aux)
-        assert sample.last_hidden.shape == (len(sample.last_rows), HIDDEN)
-        assert (sample.last_rows < 5).all()
+
+
+def test_a_cut_sample_keeps_its_first_answer_and_targets_of_tokens_that_it_has() -> None:
+    sample = features(list(range(100)), [0] * 40 + [1] * 60)  # target rows 40 to 98
+    assert cut(sample, 100) is cut(sample, 200) is sample
+    for tokens, length in ((99, 99), (73, 73), (72, 72), (50, 72), (3, 72)):  # 32 tokens of the answer at least
+        short = cut(sample, tokens)
+        assert len(short.input_ids) == len(short.loss_mask) == len(short.aux) == length
+        assert short.last_rows.tolist() == list(range(40, length - 1)) == target_rows(short.loss_mask).tolist()
+        assert len(short.last_hidden) == len(short.last_rows)
 
 
 def test_another_ones_drafter_is_told_by_its_files(trained: Trained, tmp_path: Path) -> None:
@@ -217,7 +227,8 @@ def test_a_kept_verdict_is_of_the_files_that_lie_there_now(trained: Trained, tmp
     folder = (tmp_path / "export").rename(tmp_path / "store" / "d" / "export")
     config = compose(f"store.root={tmp_path / 'store'}", "engine.version=0.5.23")
     run = Run(config, Filesystem(str(tmp_path / "store")), TARGET, {}, CaptureSpec((1, 2, 3), 32, "float32"))
-    features: Any = SimpleNamespace(folder="features/f")
+    commits = [SimpleNamespace(unit="000000", sha256="a")]
+    features: Any = SimpleNamespace(folder="features/f", commits=lambda: commits)
     run.write_json("d/export.json", {"dtype": "bfloat16"})
 
     def kept() -> bool:
@@ -235,4 +246,10 @@ def test_a_kept_verdict_is_of_the_files_that_lie_there_now(trained: Trained, tmp
     (folder / "config.json").write_text(text)
     assert kept()
     (folder / "config.json").write_text(text.replace("10000.0", "20000.0"))
+    assert not kept()
+    (folder / "config.json").write_text(text)
+    assert kept()
+    commits[0].sha256 = "b"  # the features were taken anew
+    assert not kept()
+    run.write_json(f"{verification_key(run, features, 'd')}/summary.json", {"verdict": "misaligned", "failed": "died"})
     assert not kept()

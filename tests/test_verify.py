@@ -119,6 +119,8 @@ def assert_aligned(code: int, summary: dict[str, Any], limit: float) -> None:
     for kind in ("prompt", "verify"):
         assert summary["rows"][kind] > 30
         assert max(summary["errors"][kind]["p95"]) < limit
+    assert summary["drafts"]["same"] > 0.9
+    assert [error < limit for error in summary["drafts"]["logits"]] == [True] * 3  # of the first three steps
 
 
 @pytest.mark.engine
@@ -200,6 +202,16 @@ def test_in_bfloat16_a_clean_drafter_is_aligned_within_its_own_noise(smollm2: Pa
     code, summary = case.verify(tmp_path / "served in half", *HALF)
     assert code == 1
     assert "the drafter is served in float16, and bfloat16 is what was trained for" in summary["causes"]
+
+
+@pytest.mark.engine
+@pytest.mark.full
+def test_answers_that_were_sampled_are_no_hindrance(smollm2: Path, tmp_path: Path) -> None:
+    """The greedy answers of the proof leave the stored ones at once, which are no longer there to compare with."""
+    case = tiny("qwen3", tmp_path, smollm2, "sampling.temperature=1.0")
+    code, summary = case.verify(case.home)
+    assert_aligned(code, summary, 1e-4)
+    assert summary["rows"]["verify_stored"] < summary["rows"]["verify"]
 
 
 @pytest.mark.engine

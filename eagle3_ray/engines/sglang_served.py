@@ -6,7 +6,8 @@ Hooks, all outside of CUDA graphs, which stay on. They act on requests whose id 
   EagleDraftWorker._draft_extend_for_decode    the rows of the tokens that a verify step accepted
   EagleDraftWorker.draft                       what was drafted for a verify step
   ModelRunner.forward, the graph runners' execute
-                                               within those: the positions that the drafter's forward batch carries
+                                               within those: the positions that the drafter's forward batch carries, and
+                                               the logits it gives
   Scheduler.get_init_info                      once, when the scheduler is up: what is in force (`facts`)
 
 Row q of a request is what the drafter gets for slot q: the token x_{q+1}, the position q, and the states of x_q. Which
@@ -41,7 +42,16 @@ PASSES = (  # where a forward batch goes to the drafter: as it is, or into a CUD
 )
 ROWS = 64  # of the embedding and of the head that are compared
 _numbers = itertools.count()
-_passes: list[Tensor] | None = None  # positions of each forward pass so far of the call that is watched
+
+
+class Pass(NamedTuple):
+    """A forward pass of the drafter; a CUDA graph of several draft steps counts as one."""
+
+    positions: Tensor  # [N], of its first step
+    logits: Tensor | None  # [rows that are drafted from, Vd], where it gives them
+
+
+_passes: list[Pass] | None = None  # each forward pass so far of the call that is watched
 
 
 # ---------------------------------------------------------------- in the scheduler
@@ -59,17 +69,20 @@ def load() -> None:
 
 
 def forward_pass(original: Any, self: Any, forward_batch: Any, *args: Any, **options: Any) -> Any:
-    """A graph of several draft steps counts as one pass, with the positions of its first step."""
-    if _passes is not None:
-        _passes.append(forward_batch.positions.clone())  # draft steps count on in the same tensor
-    return original(self, forward_batch, *args, **options)
+    if _passes is None:
+        return original(self, forward_batch, *args, **options)
+    positions = forward_batch.positions.clone()  # draft steps count on in the same tensor
+    returned = original(self, forward_batch, *args, **options)
+    logits = getattr(getattr(returned, "logits_output", returned), "next_token_logits", None)
+    _passes.append(Pass(positions, None if logits is None else logits.clone()))  # SGLang may reuse it for probabilities
+    return returned
 
 
 @contextlib.contextmanager
-def _watching(requests: list[Any]) -> Iterator[list[Tensor]]:
-    """The positions of each of the drafter's forward passes until the end; nothing where no request is watched."""
+def _watching(requests: list[Any]) -> Iterator[list[Pass]]:
+    """The drafter's forward passes until the end; none where no request is watched."""
     global _passes
-    found: list[Tensor] = []
+    found: list[Pass] = []
     _passes = found if any(map(_is_watched, requests)) else None
     try:
         yield found
@@ -85,8 +98,15 @@ def prompt_rows(original: Any, self: Any, batch: Any, states: Tensor, *args: Any
     for i, (request, before, length) in enumerate(zip(batch.reqs, batch.prefix_lens, batch.extend_lens, strict=True)):
         rows = slice(start, start + length)
         if _is_watched(request):
-            best = {"id": drafted.topk_index[i, :1], "probability": drafted.topk_p[i, :1].float()}  # of the last row
-            _write(request, "prompt", before, batch.input_ids[rows], states[rows], **best, **_of(passes, rows))
+            _write(
+                request,
+                "prompt",
+                before,
+                batch.input_ids[rows],
+                states[rows],
+                **_of(passes, rows),
+                **_logits(passes, i),
+            )
         start += length
     return drafted
 
@@ -110,16 +130,21 @@ def accepted_rows(original: Any, self: Any, batch: Any, result: Any, **options: 
 
 
 def drafts(original: Any, self: Any, batch: Any, **options: Any) -> Any:
-    """The drafted tree's tokens: the root, which the target said, and D - 1 drafts; and where each draft step was."""
+    """The drafted tree's tokens: the root, which the target said, and D - 1 drafts; and where each draft step was.
+
+    Of the first tree behind a prompt, where it is a chain, also the logits of the steps after the first.
+    """
     watched = [(i, request) for i, request in enumerate(batch.reqs) if _is_watched(request)]
     lengths = batch.seq_lens.tolist() if watched else []  # before the call, which may change them
     with _watching(batch.reqs) as passes:
         verify = original(self, batch, **options)
     for i, request in watched:
         drafted = (verify[0] if isinstance(verify, tuple) else verify).draft_token.view(len(batch.reqs), -1)
-        steps = [given[: len(batch.reqs) * self.topk].view(len(batch.reqs), -1)[i] for given in passes]  # [k] each
+        paths = len(batch.reqs) * self.topk
+        steps = [one.positions[:paths].view(len(batch.reqs), -1)[i] for one in passes]  # [k] each
         at = torch.stack(steps) if steps else torch.empty(0, self.topk, dtype=torch.int64)
-        _write(request, "draft", lengths[i], drafted[i], positions=at)
+        first = self.topk == 1 and len(request.output_ids) <= 1
+        _write(request, "draft", lengths[i], drafted[i], positions=at, **(_logits(passes, i) if first else {}))
     return verify
 
 
@@ -163,9 +188,15 @@ def _is_watched(request: Any) -> bool:
     return str(request.rid).startswith(WATCHED) and streams()
 
 
-def _of(passes: list[Tensor], rows: slice) -> dict[str, Tensor]:
+def _of(passes: list[Pass], rows: slice) -> dict[str, Tensor]:
     """The positions of rows in the one pass there is; nothing where it was not seen, which `read` says."""
-    return {"positions": passes[0][rows]} if passes else {}
+    return {"positions": passes[0].positions[rows]} if passes else {}
+
+
+def _logits(passes: list[Pass], request: int) -> dict[str, Tensor]:
+    """The logits [steps, Vd] of passes that give a row for each request; nothing where one gives none."""
+    rows = [one.logits[request] for one in passes if one.logits is not None]
+    return {"logits": torch.stack(rows).float()} if rows and len(rows) == len(passes) else {}
 
 
 def _write(request: Any, kind: str, start: int, ids: Tensor, states: Tensor | None = None, **more: Tensor) -> None:
@@ -177,12 +208,17 @@ def _write(request: Any, kind: str, start: int, ids: Tensor, states: Tensor | No
 # ---------------------------------------------------------------- in the actor
 
 
+class NothingWritten(RuntimeError):
+    """The engine drafts in a way that the hooks do not see."""
+
+
 class Drafted(NamedTuple):
     """What was drafted for one verify step."""
 
     length: int  # of the sequence before it
     ids: list[int]  # the root, and the drafts
     positions: list[list[int]]  # of each draft step that was seen, one a path: [steps, k]
+    logits: Tensor | None  # [steps, Vd] of those steps, of the first chain behind a prompt
 
 
 @dataclass
@@ -195,13 +231,13 @@ class Watched:
     states: Tensor  # [n, W]
     verified: Tensor  # [n] bool: the row came from a verify step, not from the prompt
     drafted: list[Drafted]
-    first: tuple[int, float]  # the likeliest draft id behind the prompt, and its probability
+    logits: Tensor | None  # [1, Vd] of the first draft behind the prompt
 
 
 def read(folder: Path, rid: str) -> Watched:
-    """A request's files, which are then deleted."""
+    """A request's files, which are then deleted. NothingWritten where they do not say what is wanted."""
     rows: dict[int, tuple[Tensor, Tensor, Tensor, bool]] = {}
-    drafted, first = [], (-1, 0.0)
+    drafted, logits = list[Drafted](), None
     for path in sorted(folder.glob(f"{rid}.*")):
         tensors = load_file(path)
         with safe_open(path, "pt") as file:
@@ -209,17 +245,17 @@ def read(folder: Path, rid: str) -> Watched:
         path.unlink()
         start, ids = int(tensors["start"]), tensors["ids"].long()
         if "positions" not in tensors:
-            raise RuntimeError(f"a {kind} of request {rid} has no positions: the drafter is run by none of {PASSES}")
+            raise NothingWritten(f"a {kind} of request {rid} has no positions: the drafter is run by none of {PASSES}")
         positions = tensors["positions"].long()
         if kind == "draft":
-            drafted.append(Drafted(start, ids.tolist(), positions.tolist()))
+            drafted.append(Drafted(start, ids.tolist(), positions.tolist(), tensors.get("logits")))
             continue
         if kind == "prompt":
-            first = int(tensors["id"]), float(tensors["probability"])
+            logits = tensors.get("logits")
         for i, (token, state, position) in enumerate(zip(ids, tensors["states"], positions, strict=True)):
             rows[start + i] = token, state, position, kind == "verify"
     if not rows:
-        raise RuntimeError(f"nothing of request {rid} was written down: the engine drafts with no EagleDraftWorker")
+        raise NothingWritten(f"nothing of request {rid} was written down: the engine drafts with no EagleDraftWorker")
     at = sorted(rows)
     return Watched(
         at=torch.tensor(at),
@@ -228,13 +264,13 @@ def read(folder: Path, rid: str) -> Watched:
         states=torch.stack([rows[slot][1] for slot in at]),
         verified=torch.tensor([rows[slot][3] for slot in at]),
         drafted=drafted,
-        first=first,
+        logits=logits,
     )
 
 
 def read_facts(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """What one scheduler left of `facts`; RuntimeError where none did."""
+    """What one scheduler left of `facts`; NothingWritten where none did."""
     for path in sorted(folder.glob("*.facts")):
         with safe_open(path, "pt") as file:
             return load_file(path), json.loads(file.metadata()["told"])
-    raise RuntimeError("no scheduler says what its drafter is: SGLang loaded no plugin, or serves no drafter")
+    raise NothingWritten("no scheduler says what its drafter is: SGLang loaded no plugin, or serves no drafter")
