@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,9 +12,11 @@ import torch
 from torch import Tensor
 
 from eagle3_ray.engines import sglang_served
+from eagle3_ray.engines.base import Response
 from eagle3_ray.engines.sglang_plugin import WATCH_VARIABLE
 from eagle3_ray.engines.sglang_served import WATCHED, Watched, accepted_rows, drafts, forward_pass, prompt_rows, read
-from eagle3_ray.verify import beside
+from eagle3_ray.store.shards import Features
+from eagle3_ray.verify import _as_stored, beside, compare
 
 X = list(range(100, 120))  # one sequence; the state of x_q is filled with q
 REQUESTS = [SimpleNamespace(rid=rid, output_ids=[X[6]]) for rid in ("someone else's", f"{WATCHED}a")]
@@ -129,3 +132,26 @@ def test_a_drafter_that_runs_by_another_way_is_an_error(folder: Path) -> None:
     accepted_rows(lambda *_: None, SimpleNamespace(speculative_num_draft_tokens=1), batch, result)
     with pytest.raises(RuntimeError, match="a verify of request watched-a has no positions"):
         read(folder, f"{WATCHED}a")
+
+
+def test_a_verify_step_is_held_against_the_store_and_then_against_the_same_answer_as_a_prompt() -> None:
+    def watched(ids: list[int], first: int, offset: int = 0) -> Watched:
+        """Of a sequence whose tokens from `first` on a verify step accepted: the state of slot q is filled with q."""
+        at = torch.arange(len(ids) - 1)
+        seen = states(range(offset, offset + len(ids) - 1))
+        return Watched(at, at, torch.tensor(ids[1:]), seen, at >= first, [], None)
+
+    stored, said = X[:8], [*X[:6], 1, 2, 3]  # the answer, from token 4 on, leaves the stored one at token 6
+    sample = Features("a", torch.tensor(stored), torch.zeros(8), states(range(8)), torch.empty(0, 4), torch.empty(0))
+    kept = partial(_as_stored, dtype="float32", boundaries=1)
+    whole, again = watched([*stored, 0], 8), watched([*stored, 0], 8)
+    answer, other = Response(said[4:8], "length", {}), watched([*said[:7], 9, 9], 4)
+    given = [(0, X[:4])], kept, [whole], [again], [(answer, watched(said, 4))], [(answer, other)]
+    found = compare([sample], *given, [watched([*said, 0], 9, offset=100)])
+    assert found["rows"] == {"prompt": 8, "verify": 4, "verify_stored": 2}  # slots 4 to 7, of which 4 and 5
+    wrong = [100 / 106, 100 / 107]  # slots 6 and 7, against those of the prompt
+    assert found["errors"]["verify"]["median"] == [pytest.approx((0 + min(wrong)) / 2, abs=0.02)]
+    assert found["errors"]["verify"]["p95"] == [pytest.approx(max(wrong), abs=0.02)]
+    assert found["errors"]["prompt"] == {"median": [0.0], "p95": [0.0]}
+    assert found["floor"]["verify"] == {"median": [0.0], "p95": [0.0]}  # slots 4 to 6, before the other one's own token
+    assert found["by_sample"] == [{"id": "a", "error": 0.0}]
