@@ -35,6 +35,7 @@ SMOLLM2: dict[str, str | list[str]] = {
     "one id apart": "other layer ids: boundary 17 where 15 was trained",
     "no eagle_config": "config.json has no eagle_config with layer ids",
     "other theta": "config.json: rope_parameters is",
+    "other rope by the older key": "config.json: rope_scaling is {'rope_type': 'linear', 'factor': 4.0}: the RoPE that",
     "absolute d2t": "d2t holds the target's ids themselves",
     "other t2d": "t2d is [49216], trained was [49152]",
     "half precision": "config.json: dtype is float16, exported was float32; embed_tokens.weight (and 13",
