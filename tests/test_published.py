@@ -247,7 +247,7 @@ LINEAR = {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}
         ({**FLAT, "attention_bias": True}, GOOD, "its attention_bias is True; SGLang serves it with biases"),
         ({**FLAT, **LONGROPE}, GOOD, "its RoPE is of the type 'longrope'"),
         ({**FLAT, "rope_scaling": {"rope_type": "linear"}}, GOOD, "makes no drafter: .*rope_parameters"),
-        ({**FLAT, "hidden_size": 48, "target_hidden_size": 16, "num_attention_heads": 4}, GOOD, "for which SGLang skip"),
+        ({**FLAT, "hidden_size": 48, "target_hidden_size": 16, "num_attention_heads": 4}, GOOD, "for which SGLang"),
     ],
 )  # fmt: skip
 def test_a_drafter_that_cannot_be_rebuilt_is_refused(

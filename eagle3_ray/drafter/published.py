@@ -77,9 +77,8 @@ class Published:
         if not self._served and (settings.attention != "gqa" or self._mla):
             raise self._error("only drafters of drafter.attention=gqa can be started from")
         theirs = self._theirs = self._config(given)
-        self.config = self._adopted(
-            settings, model, num_aux, theirs
-        )  # of the drafter that goes on from here, or serves
+        # Of the drafter that goes on from here, or serves
+        self.config = self._adopted(settings, model, num_aux, theirs)
         self._names = self._places()
 
     def draft_ids(self) -> Tensor:
@@ -152,7 +151,7 @@ class Published:
         """What of drafter.* its config.json decides; of an MLA drafter SGLang reads less."""
         unread = {"num_key_value_heads", "head_dim", "norm_before_fc"} if self._mla else set()
         flags = {field.name for field in dataclasses.fields(DrafterConfig) if isinstance(field.default, bool)}
-        names = {field.name for field in dataclasses.fields(DrafterConfig)} - {*CHOICES, *unread}
+        names = {field.name for field in dataclasses.fields(DrafterConfig)} - {"attention", *CHOICES, *unread}
         found = {name: getattr(theirs, name, None) for name in names}
         return {k: bool(v) if k in flags else v for k, v in found.items() if k in flags or v is not None}
 
