@@ -114,7 +114,8 @@ def _another(path: str, config: Config, setting: str) -> tuple[Filesystem, dict[
 
 def _check_others(config: Config, target: dict[str, Any], boundaries: int) -> None:
     """ConfigError unless drafter.path and each of evaluate.drafters has weights that SGLang loads without unpickling,
-    and is of a target of this text config's sizes."""
+    and is of a target of this text config's sizes. That at drafter.path must also be one that can be rebuilt, to
+    compare its drafts with those that are served."""
     settings = {path: "evaluate.drafters" for path in config.evaluate.drafters}
     settings |= {config.drafter.path: "drafter.path"} if config.drafter.path else {}
     widest = max(drafting.topk for drafting in draftings(config.evaluate))
@@ -134,10 +135,10 @@ def _check_others(config: Config, target: dict[str, Any], boundaries: int) -> No
         drafts = shape.get("draft_vocab_size") or shape["vocab_size"]
         if widest > drafts:
             raise ConfigError(f"evaluate.topk: {widest} is more than the draft vocabulary of {path!r}, {drafts} tokens")
-    if config.drafter.path and config.evaluate.simulate:
+    if config.drafter.path:
         from eagle3_ray.drafter.published import by_path  # torch
 
-        by_path(config, target, boundaries)
+        by_path(config, target, boundaries).draft_ids()
 
 
 _hashed: dict[tuple[str, int, float], str] = {}  # by URL, size and time: stages ask again, of gigabytes

@@ -77,6 +77,11 @@ def other_theta(config: dict[str, Any], _: Any) -> None:
     config["rope_parameters"]["rope_theta"] *= 100
 
 
+def older_word_for_rope(config: dict[str, Any], _: Any) -> None:
+    """Beside what is right: as another drafter's config.json has it, for an older Transformers."""
+    config["rope_scaling"] = {"rope_type": "linear", "factor": 4.0}
+
+
 def absolute_d2t(_: Any, weights: dict[str, torch.Tensor]) -> None:
     weights["d2t"] = weights["d2t"] + torch.arange(len(weights["d2t"]))
 
@@ -167,6 +172,7 @@ EXPORT: dict[str, Edit] = {
     "one id apart": one_id_apart,
     "no eagle_config": no_eagle_config,
     "other theta": other_theta,
+    "other rope by the older key": older_word_for_rope,
     "absolute d2t": absolute_d2t,
     "other t2d": other_t2d,
     "random embedding": random_embedding,

@@ -243,8 +243,13 @@ def test_other_drafters_are_looked_at_before_any_engine_starts(smollm2: Path, tm
         open_run(compose(*settings, "evaluate.sweep=[[2,7,10]]"))
     path = f"drafter.path={tmp_path}/other"
     with pytest.raises(ConfigError, match="drafter.path: .*model.safetensors is no safetensors file"):
-        open_run(compose(*settings[:2], path, "evaluate.simulate=true"))
+        open_run(compose(*settings[:2], path))
     (tmp_path / "other" / "below").mkdir()
     (tmp_path / "other" / "model.safetensors").rename(tmp_path / "other" / "below" / "model.safetensors")
     with pytest.raises(ConfigError, match="drafter.path: no safetensors in"):  # SGLang would unpickle a .bin
         open_run(compose(*settings[:2], path))
+    export(tmp_path / "good", small_drafter(), [1, 3, 5], "float32")  # of 16 draft tokens, and the settings of 32000
+    good = [*settings[:2], f"drafter.path={tmp_path}/good"]
+    open_run(compose(*good))
+    with pytest.raises(ConfigError, match="drafter.path: .*look at capture.boundaries"):
+        open_run(compose(*good, "capture.boundaries=[2,27]"))

@@ -291,6 +291,18 @@ FAULTS: dict[str, tuple[str, dict[str, Any], Callable[[dict[str, Tensor]], None]
         as_it_is,
         ["embed_tokens.weight (and 13 more) is float32, but config.json's dtype is 'float16'"],
     ),
+    "RoPE by the older key, beside the newer": (
+        "plain",
+        {"rope_scaling": {"rope_type": "linear", "factor": 4.0}},
+        as_it_is,
+        ["rope_scaling is {'rope_type': 'linear', 'factor': 4.0} beside rope_parameters {'rope_theta': 10000.0"],
+    ),
+    "RoPE that is none": (
+        "plain",
+        {"rope_parameters": {"rope_type": "linear"}},
+        as_it_is,
+        ['its RoPE cannot be read, nor would SGLang start: "Missing required keys'],
+    ),
     "another activation": ("plain", {"hidden_act": "gelu"}, as_it_is, ["hidden_act is 'gelu'"]),
 }
 
@@ -325,6 +337,7 @@ def test_what_sglang_reads_alike_is_no_fault(tmp_path: Path):
         tensors["d2t"] //= 2  # so that some tokens are neighbours
 
     older = {"fc_norm": None, "use_aux_norm": True, "dtype": None, "torch_dtype": "float32", "target_hidden_size": None}
+    older |= {"rope_scaling": {"type": "default", "rope_theta": 1e4}}
     change(exported(tmp_path, "fc_norm"), older | {"num_aux_hidden_states": None}, edit)
     assert check_folder(tmp_path, SHAPES["fc_norm"][0] | LAYERS) == []
 

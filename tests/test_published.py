@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
+from test_drafter_shapes import BOUNDARIES, DRAFT_VOCAB, SHAPES, VOCAB, documents, drafter_of
 from torch import Tensor
 
 from eagle3_ray.config import ConfigError, DrafterConfig
-from eagle3_ray.drafter.model import Drafter
+from eagle3_ray.drafter.checkpoint import export
+from eagle3_ray.drafter.model import Drafter, valid_slots
 from eagle3_ray.drafter.published import Published
+from eagle3_ray.drafter.target import TargetPieces
+from eagle3_ray.drafter.trained import read_another
 
 H, V, VD, INNER = 16, 40, 12, 24
 MODEL: dict[str, Any] = {
@@ -186,3 +191,81 @@ def test_a_pickle_is_refused_and_not_opened(tmp_path: Path):
 def test_a_place_that_cannot_be_read_is_named(path: str, message: str):
     with pytest.raises(ConfigError, match=f"drafter.start_from: '{path}': .*{message}"):
         Published(DrafterConfig(start_from=path), MODEL, num_aux=3)
+
+
+# ---------------------------------------------------------------- drafter.path
+
+
+def at_path(folder: Path, model: dict[str, Any] = MODEL) -> Published:
+    return Published(DrafterConfig(path=str(folder)), model, num_aux=3)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_drafter_to_serve_has_its_own_shape_whatever_the_settings_say(name: str, tmp_path: Path):
+    """Of the target only the sizes are known that it must share; the settings are the default ones."""
+    drafter, batch = drafter_of(name, torch.float32), documents()
+    export(tmp_path, drafter, [1, 3, 4], "float32")
+    config: Any = SimpleNamespace(drafter=DrafterConfig(path=str(tmp_path)), store=SimpleNamespace(storage_options={}))
+    another = read_another(config, {"hidden_size": 32, "vocab_size": VOCAB}, BOUNDARIES)
+    assert another.draft_ids.tolist() == [2 * i for i in range(DRAFT_VOCAB)]
+    own = name.endswith("own width")
+    assert ("embed_tokens.weight" in another.weights) == own
+    embedding = torch.zeros(VOCAB, 32) if own else drafter.embed_tokens.weight.detach()
+    rebuilt = another.drafter(TargetPieces(embedding, torch.zeros(VOCAB, 32), torch.ones(32)))
+    batch.aux = batch.aux.float()
+    slots = valid_slots(batch, 3)
+    for ours, theirs in zip(rebuilt(batch, slots), drafter(batch, slots), strict=True):
+        assert torch.equal(rebuilt.lm_head(ours), drafter.lm_head(theirs))
+
+
+def test_what_sglang_passes_over_does_not_stop_a_drafter_to_serve(tmp_path: Path):
+    more = {"midlayer.self_attn.q_norm.weight": torch.ones(6), "t2d": torch.ones(99).bool()}
+    publish(tmp_path, FLAT, GOOD | more)
+    published = at_path(tmp_path)
+    assert published.draft_ids().tolist() == IDS.tolist()
+    assert torch.equal(published.weights()["fc.weight"], GOOD["fc.weight"])
+    assert "midlayer.self_attn.q_norm.weight" not in published.weights()
+
+
+def test_older_words_for_norms_are_read(tmp_path: Path):
+    norms = {f"aux_norm_{word}.weight": torch.full((H,), 2.0 + i) for i, word in enumerate(("low", "mid", "high"))}
+    publish(tmp_path, {**FLAT, "use_aux_norm": True}, GOOD | norms)
+    weights = at_path(tmp_path).weights()
+    assert [float(weights[f"fc_norm.{i}.weight"][0]) for i in range(3)] == [2.0, 3.0, 4.0]
+
+
+LINEAR = {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}
+
+
+@pytest.mark.parametrize(
+    ("config", "tensors", "message"),
+    [
+        ({**FLAT, "target_hidden_size": 32}, GOOD, "its hidden_size is 32, the target's 16"),
+        (FLAT, without("fc.weight"), "no tensor for fc.weight"),
+        (FLAT, GOOD | {"fc.weight": torch.ones(H, 2 * H)}, r"\[16, 32\], not \[16, 48\]; look at capture.boundaries"),
+        (FLAT, without("d2t"), "no d2t, but 12 draft tokens for 40"),
+        ({**FLAT, "attention_bias": True}, GOOD, "its attention_bias is True; SGLang serves it with biases"),
+        ({**FLAT, **LONGROPE}, GOOD, "its RoPE is of the type 'longrope'"),
+        ({**FLAT, "rope_scaling": {"rope_type": "linear"}}, GOOD, "makes no drafter: .*rope_parameters"),
+        ({**FLAT, "hidden_size": 48, "target_hidden_size": 16, "num_attention_heads": 4}, GOOD, "for which SGLang"),
+    ],
+)  # fmt: skip
+def test_a_drafter_that_cannot_be_rebuilt_is_refused(
+    tmp_path: Path, config: dict[str, Any], tensors: dict[str, Tensor], message: str
+):
+    publish(tmp_path, config, tensors)
+    with pytest.raises(ConfigError, match=f"drafter.path: .*{message}"):
+        at_path(tmp_path).draft_ids()
+
+
+def test_an_mla_drafter_is_served_but_not_started_from(tmp_path: Path):
+    export(tmp_path, drafter_of("mla", torch.float32), [1, 3, 4], "float32")
+    model = MODEL | {"hidden_size": 32, "vocab_size": VOCAB}
+    weights, stored = at_path(tmp_path, model).weights(), load_file(tmp_path / "model.safetensors")
+    assert weights.keys() == stored.keys() - {"embed_tokens.weight"}
+    with pytest.raises(ConfigError, match="only drafters of drafter.attention=gqa can be started from"):
+        Published(DrafterConfig(start_from=str(tmp_path)), model, num_aux=3)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | LINEAR))
+    with pytest.raises(ConfigError, match="its RoPE is of the type 'linear', none of default, yarn"):
+        at_path(tmp_path, model)

@@ -73,6 +73,21 @@ FAULTS: list[tuple[Callable[[dict[str, Any], dict[str, torch.Tensor]], Any], str
     ),
     (lambda _, weights: halved(weights), "embed_tokens.weight (and 13 more) is stored in float16, exported was bfloat"),
     (lambda config, _: config.pop("norm_output"), "norm_output is None, trained was False"),
+    (
+        lambda config, _: config.update(rope_scaling={"rope_type": "linear", "factor": 4.0}),
+        "rope_scaling is {'rope_type': 'linear', 'factor': 4.0}: the RoPE that SGLang reads is "
+        "{'rope_type': 'linear', 'factor': 4.0, 'rope_theta': 10000.0}, trained was {'rope_type': 'default', 'rope",
+    ),
+    (
+        lambda config, _: (config.pop("rope_parameters"), config.update(rope_theta=5e5)),
+        "rope_parameters is None, rope_theta is 500000.0: the RoPE that SGLang reads is {'rope_theta': 500000.0",
+    ),
+    (lambda config, _: config.update(rope_scaling={"rope_type": "linear"}), 'reads is unreadable ("Missing required'),
+    (
+        lambda config, _: config.update(original_max_position_embeddings=64),
+        "original_max_position_embeddings is 64; the",
+    ),
+    (lambda config, _: config.update(use_aux_norm=True), "use_aux_norm is True; the export wrote no such key"),
     (lambda _, weights: weights.update(d2t=torch.arange(0, 64, 4)), "d2t holds the target's ids themselves"),
     (lambda _, weights: weights.update(d2t=torch.arange(16) + 3), "d2t holds other values than were trained"),
     (lambda _, weights: weights.update(t2d=torch.ones(128).bool()), "t2d is [128], trained was [64]"),
@@ -87,6 +102,35 @@ def test_a_changed_folder_is_called_by_what_changed(
 ) -> None:
     (fault,) = folder_faults(trained, edited(tmp_path / "export", edit), "bfloat16")
     assert words in fault
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        {"rope_theta": 1e4},
+        {"rope_parameters": None, "rope_theta": 10000},
+        {"rope_scaling": {"type": "default", "rope_theta": 1e4}},
+        {"rope_parameters": {"rope_theta": 1e4}, "rope_scaling": None},
+    ],
+)
+def test_the_trained_rope_in_other_words_is_no_fault(words: dict[str, Any], trained: Trained, tmp_path: Path) -> None:
+    assert folder_faults(trained, edited(tmp_path / "export", lambda config, _: config.update(words)), "bfloat16") == []
+
+
+@pytest.mark.parametrize(("name", "damage"), [
+    ("model.safetensors", lambda path: path.write_bytes(path.read_bytes()[:-100])),
+    ("model.safetensors", lambda path: path.write_bytes(b"")),
+    ("model.safetensors", lambda path: path.unlink()),
+    ("config.json", lambda path: path.write_bytes(path.read_bytes()[:-10])),
+    ("config.json", lambda path: path.write_bytes(b"\xff")),
+    ("config.json", lambda path: path.unlink()),
+])  # fmt: skip
+def test_a_file_that_cannot_be_read_is_a_fault(
+    name: str, damage: Callable[[Path], Any], trained: Trained, tmp_path: Path
+) -> None:
+    damage(tmp_path / "export" / name)
+    (fault,) = folder_faults(trained, tmp_path / "export", "bfloat16")
+    assert fault.startswith(f"{name} cannot be read: ")
 
 
 def in_force(**changes: Any) -> dict[str, torch.Tensor]:
@@ -109,6 +153,18 @@ def test_what_is_in_force_is_compared_row_by_row(trained: Trained) -> None:
     without = in_force()
     del without["draft_ids"]
     assert "SGLang uses none" in in_force_faults(without, trained, PIECES, "bfloat16")[0]
+
+
+def test_the_whole_vocabulary_needs_no_map_in_force() -> None:
+    drafter = Drafter(drafter_config(DrafterConfig(), TARGET, 3, 64), torch.arange(64))
+    weights = {name: t for name, t in drafter.state_dict().items() if name != "embed_tokens.weight"}
+    whole, without = Trained(drafter.config.to_dict(), weights), in_force()
+    del without["draft_ids"]
+    for tensors in (without, in_force(draft_ids=torch.arange(64))):
+        assert in_force_faults(tensors, whole, PIECES, "bfloat16") == []
+    weights["d2t"] = torch.arange(64).flip(0) - torch.arange(64)
+    (fault,) = in_force_faults(without, whole, PIECES, "bfloat16")
+    assert "SGLang uses none, trained were [63, 62, 61, 60]" in fault
 
 
 @pytest.mark.parametrize("served", ["float16", "float32"])

@@ -10,12 +10,14 @@ import json
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from conftest import ROOT
+from safetensors.torch import load_file, save_file
 from test_cli import command
 from tiny_targets import tiny_deepseek_v3, tiny_kimi_k25, tiny_qwen3
 
@@ -35,6 +37,7 @@ SMOLLM2: dict[str, str | list[str]] = {
     "one id apart": "other layer ids: boundary 17 where 15 was trained",
     "no eagle_config": "config.json has no eagle_config with layer ids",
     "other theta": "config.json: rope_parameters is",
+    "other rope by the older key": "config.json: rope_scaling is {'rope_type': 'linear', 'factor': 4.0}: the RoPE that",
     "absolute d2t": "d2t holds the target's ids themselves",
     "other t2d": "t2d is [49216], trained was [49152]",
     "half precision": "config.json: dtype is float16, exported was float32; embed_tokens.weight (and 13",
@@ -259,3 +262,24 @@ def test_another_ones_drafter_is_verified_in_its_own_folder(tiny_case: Case, tmp
     code, summary = tiny_case.verify(tmp_path / "home", f"drafter.path={tmp_path / 'theirs'}")
     assert code == 1
     assert "layer ids are off by one: boundary 3 where 2 was trained" in summary["causes"][0]
+
+
+@pytest.mark.engine
+@pytest.mark.full
+@pytest.mark.parametrize(("family", "shape"), [("qwen3", OWN_WIDTH), ("deepseek", ["drafter.attention=mla"])])
+def test_another_ones_drafter_has_a_shape_of_its_own(
+    family: str, shape: list[str], tmp_path: Path, smollm2: Path
+) -> None:
+    """Of another width or with latent attention, and of the whole vocabulary without a map; the settings are others."""
+    case = tiny(family, tmp_path, smollm2, *shape)
+    (theirs,) = case.home.glob("drafters/*/export")
+    theirs = theirs.rename(tmp_path / "theirs")
+    shutil.rmtree(case.home / "drafters")
+    config, weights = json.loads((theirs / "config.json").read_text()), load_file(theirs / "model.safetensors")
+    config["draft_vocab_size"] = config["vocab_size"]
+    weights["lm_head.weight"] = torch.randn(config["vocab_size"], config["hidden_size"]) * 0.02
+    del weights["d2t"], weights["t2d"]
+    (theirs / "config.json").write_text(json.dumps(config))
+    save_file(weights, theirs / "model.safetensors")
+    default = replace(case, settings=[setting for setting in case.settings if setting not in shape])
+    assert_aligned(*default.verify(case.home, f"drafter.path={theirs}"), 1e-4)

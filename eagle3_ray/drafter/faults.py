@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig
 
 from eagle3_ray.drafter.model import Drafter
 from eagle3_ray.drafter.published import MAPS, PASSED_OVER, RENAMED, our_name
-from eagle3_ray.drafter.shape import GQA, MLA, is_mla, read_config
+from eagle3_ray.drafter.shape import GQA, MLA, is_mla, read_config, read_rope
 from eagle3_ray.drafter.vocabulary import names_tokens
 from eagle3_ray.store.tensors import STORED, Entry
 
@@ -58,6 +58,21 @@ def config_faults(given: dict[str, Any], target: dict[str, Any]) -> Iterator[str
         yield (
             "config.json: tie_word_embeddings is True; SGLang would take the embedding for the drafter's head, and "
             "pass over lm_head.weight"
+        )
+    yield from _rope_faults(given)
+
+
+def _rope_faults(given: dict[str, Any]) -> Iterator[str]:
+    try:
+        read = read_rope(given)
+        said = read_rope({name: value for name, value in given.items() if name != "rope_scaling"})
+    except ValueError as error:
+        yield f"config.json: its RoPE cannot be read, nor would SGLang start: {error}"
+        return
+    if given.get("rope_parameters") and read != said:
+        yield (
+            f"config.json: rope_scaling is {given['rope_scaling']!r} beside rope_parameters "
+            f"{given['rope_parameters']!r}; SGLang would pass over the latter, and read {read}"
         )
 
 

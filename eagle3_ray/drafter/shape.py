@@ -6,13 +6,16 @@ flags of the norms before fc, and RoPE, which training takes from Transformers a
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
+from huggingface_hub.errors import StrictDataclassError
 from transformers import DeepseekV3Config, LlamaConfig, PreTrainedConfig
 
 from eagle3_ray.config import MLA_SIZES, DrafterConfig, check_drafter
 
 GQA, MLA = "LlamaForCausalLMEagle3", "Eagle3DeepseekV2ForCausalLM"
+ROPE_WORDS = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor")  # in a config.json
 YARN = ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
 # The RoPE settings that Transformers and SGLang read alike (tests compare their tables). A target with another type
 # gets plain RoPE for its drafter, which has no positions to inherit: training and serving only have to agree. Of the
@@ -79,7 +82,25 @@ def drafter_config(
 
 def read_config(values: dict[str, Any]) -> PreTrainedConfig:
     """The config that `drafter_config` made, from its `to_dict()` or its config.json."""
-    return (DeepseekV3Config if values["architectures"] == [MLA] else LlamaConfig)(**values)
+    return _class(values)(**copy.deepcopy(values))  # a config completes its RoPE in place
+
+
+def read_rope(values: dict[str, Any]) -> dict[str, Any]:
+    """RoPE as SGLang gets it from a config.json: by Transformers, which takes `rope_scaling` before `rope_parameters`,
+    and `rope_theta` only where the one it takes has none.
+
+    ValueError with what is wrong where it makes no RoPE.
+    """
+    decides = {name: values[name] for name in (*ROPE_WORDS, "max_position_embeddings") if name in values}
+    try:
+        rope: dict[str, Any] = _class(values)(**copy.deepcopy(decides)).rope_parameters  # type: ignore[assignment]
+    except (StrictDataclassError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(str(error)) from None
+    return {name: value for name, value in rope.items() if name != "type" and value is not None}  # now rope_type
+
+
+def _class(values: dict[str, Any]) -> Any:
+    return DeepseekV3Config if values.get("architectures") == [MLA] else LlamaConfig
 
 
 def is_mla(config: PreTrainedConfig) -> bool:

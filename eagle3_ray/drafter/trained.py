@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -22,12 +23,13 @@ from eagle3_ray.config import Config
 from eagle3_ray.drafter.faults import EMBEDDING
 from eagle3_ray.drafter.model import Batch, Drafter
 from eagle3_ray.drafter.published import by_path
-from eagle3_ray.drafter.shape import read_config
+from eagle3_ray.drafter.shape import ROPE_WORDS, read_config, read_rope
 from eagle3_ray.drafter.target import TargetPieces
 from eagle3_ray.store.filesystem import Filesystem
 from eagle3_ray.store.tensors import Tensors
 
 SAYS_NOTHING = {"dtype", "transformers_version"}  # in config.json, of what was trained
+JUDGED_ELSEWHERE = {"eagle_config", "torch_dtype", *SAYS_NOTHING, *ROPE_WORDS}
 
 
 @dataclass(frozen=True)
@@ -66,17 +68,46 @@ def read_another(config: Config, model: dict[str, Any], num_aux: int) -> Trained
 
 def folder_faults(trained: Trained, folder: Path, dtype: str) -> list[str]:
     """How the served folder differs from what was trained and then exported in `dtype`, in words."""
-    config, weights = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
-    faults = []
-    if not (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids"):
-        faults.append("config.json has no eagle_config with layer ids: SGLang picks layers of its own, in silence")
-    for name, value in sorted(trained.config.items()):
-        if name not in SAYS_NOTHING and config.get(name) != value:
-            faults.append(f"config.json: {name} is {config.get(name)!r}, trained was {value!r}")
-    faults += _dtype_faults(config, weights, dtype)
+    found: list[Any] = []
+    readers: dict[str, Callable[[Path], Any]] = {
+        "config.json": lambda path: json.loads(path.read_text()),
+        "model.safetensors": load_file,
+    }
+    for name, read in readers.items():
+        try:
+            found.append(read(folder / name))
+        except (OSError, ValueError, SafetensorError) as error:
+            return [f"{name} cannot be read: {error}"]
+    config, weights = found
+    faults = [*_config_faults(config, trained.config), *_dtype_faults(config, weights, dtype)]
     for name, value in trained.weights.items():
         faults += _tensor_faults(name, value, weights.get(name), trained, dtype)
     return faults
+
+
+def _config_faults(config: dict[str, Any], trained: dict[str, Any]) -> Iterator[str]:
+    if not (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids"):
+        yield "config.json has no eagle_config with layer ids: SGLang picks layers of its own, in silence"
+    for name, value in sorted(trained.items()):
+        if name not in JUDGED_ELSEWHERE and config.get(name) != value:
+            yield f"config.json: {name} is {config.get(name)!r}, trained was {value!r}"
+    written = read_config(trained).to_dict()  # by the export
+    for name in sorted(config.keys() - trained.keys() - written.keys() - JUDGED_ELSEWHERE):
+        yield f"config.json: {name} is {config[name]!r}; the export wrote no such key, and SGLang may read it"
+    yield from _rope_faults(config, trained)
+
+
+def _rope_faults(config: dict[str, Any], trained: dict[str, Any]) -> Iterator[str]:
+    """Where SGLang reads another RoPE, whatever the words: the same one in other words is no fault."""
+    expected = read_rope(trained)
+    try:
+        served: Any = read_rope(config)
+    except ValueError as error:
+        served = f"unreadable ({error})"
+    if served != expected:
+        words = [name for name in ROPE_WORDS if config.get(name) != trained.get(name)]
+        said = ", ".join(f"{name} is {config.get(name)!r}" for name in words)
+        yield f"config.json: {said}: the RoPE that SGLang reads is {served}, trained was {expected}"
 
 
 def _dtype_faults(config: dict[str, Any], weights: dict[str, Tensor], dtype: str) -> Iterator[str]:
@@ -129,7 +160,9 @@ def in_force_faults(tensors: dict[str, Tensor], trained: Trained, pieces: Target
     """The maps and matrices that the scheduler uses, against those that were trained with and exported in `dtype`."""
     faults = []
     ids = tensors.get("draft_ids")
-    if ids is None or not torch.equal(ids.long(), trained.draft_ids):
+    # Without d2t a draft id is the target's: right for a drafter of the whole vocabulary
+    served = torch.arange(trained.config["vocab_size"]) if ids is None else ids.long()  # [Vd]
+    if not torch.equal(served, trained.draft_ids):
         faults.append(
             "the draft vocabulary in force is not the trained one: "
             + ("SGLang uses none" if ids is None else f"its first ids are {ids[:4].tolist()}")
