@@ -112,7 +112,7 @@ def _another(path: str, config: Config, setting: str) -> tuple[Filesystem, dict[
         raise ConfigError(f"{setting}: no drafter at {path!r}: {error}") from None
 
 
-def _check_others(config: Config, target: dict[str, Any], boundaries: int) -> None:
+def _check_others(config: Config, target: dict[str, Any]) -> None:
     """ConfigError unless drafter.path and each of evaluate.drafters has weights that SGLang loads without unpickling,
     and is of a target of this text config's sizes."""
     settings = {path: "evaluate.drafters" for path in config.evaluate.drafters}
@@ -134,10 +134,6 @@ def _check_others(config: Config, target: dict[str, Any], boundaries: int) -> No
         drafts = shape.get("draft_vocab_size") or shape["vocab_size"]
         if widest > drafts:
             raise ConfigError(f"evaluate.topk: {widest} is more than the draft vocabulary of {path!r}, {drafts} tokens")
-    if config.drafter.path and config.evaluate.simulate:
-        from eagle3_ray.drafter.published import by_path  # torch
-
-        by_path(config, target, boundaries)
 
 
 _hashed: dict[tuple[str, int, float], str] = {}  # by URL, size and time: stages ask again, of gigabytes
@@ -189,7 +185,7 @@ def open_run(config: Config) -> Run:
         Published(config.drafter, model, len(spec.boundaries), config.store.storage_options)
     if config.export.format != "sglang":
         _check_format(config, model, list(spec.boundaries))
-    _check_others(config, model, len(spec.boundaries))
+    _check_others(config, model)
     room = int(model_value(model, "max_position_embeddings"))
     answers = {"sampling": config.sampling.max_new_tokens}
     for name, suite in suites(config.evaluate).items():
@@ -309,7 +305,7 @@ def _check_evaluate(config: Config) -> None:
         if evaluate.simulate and getattr(evaluate, name) != value:
             raise ConfigError(
                 f"evaluate.simulate: it walks over the greedy answers of the target alone; not with "
-                f"evaluate.{name}={getattr(evaluate, name)}"
+                f"evaluate.{name}={getattr(evaluate, name)}; evaluate.simulate=false leaves it out"
             )
 
 
