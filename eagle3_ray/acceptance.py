@@ -1,8 +1,8 @@
 """What served answers say about a drafter: counts in, figures out.
 
 Accept length is SGLang's: completion tokens / verify steps, the bonus token counted. A row is one conversation:
-its id, domain, answers (the token ids of each), completion_tokens, verify_steps, and histogram, whose entry i counts
-the verify steps that accepted exactly i drafts.
+its id, domain, turns (asked), answers (the token ids of each), completion_tokens, verify_steps, and histogram, whose
+entry i counts the verify steps that accepted exactly i drafts.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 LOOPING = 0.5  # an answer with a smaller share of distinct bigrams says most of its pairs of tokens again
 RESAMPLES, SEED = 1000, 0  # of the bootstrap
 
-SPEED = ("output_tokens_per_s", "output_tokens_per_s_plain", "speedup")  # measured by `evaluate`
+SPEED = ("output_tokens_per_s", "output_tokens_per_s_plain", "speedup")  # measured by `figures`
 Row = dict[str, Any]
 
 
@@ -33,6 +33,8 @@ def measure(rows: list[Row], num_steps: int) -> dict[str, Any]:
     distinct = [share for share in map(distinct_bigrams, answers) if share is not None]
     return {
         "conversations": len(rows),
+        "turns_asked": sum(row["turns"] for row in rows),
+        "turns_answered": len(answers),  # fewer where the context had no room for a further answer
         "completion_tokens": tokens,
         "verify_steps": steps,
         "accept_length": round(tokens / steps, 4) if steps else None,

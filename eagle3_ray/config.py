@@ -273,7 +273,9 @@ class EvaluateConfig:
     batch_size: int = 8  # requests kept in the engine at a time
     dtype: str | None = None  # None serves in engine.dtype
     baseline: bool = True  # also answer without speculation, and compare
-    simulate: bool = False  # the engine without speculation also captures, and the drafter is walked over its answers
+    # The engine without speculation also captures, and the drafter is walked over its answers. Its speed is then not
+    # measured, so conf/config.yaml has it on where there is none to measure: on a CPU
+    simulate: bool = False
     # Further drafters, each served and compared: folders or s3:// URLs that SGLang loads as they are
     drafters: list[str] = field(default_factory=list)
 

@@ -19,7 +19,6 @@ from typing import Any
 import ray
 import torch
 
-from eagle3_ray.acceptance import SPEED, Row, agreement, measure
 from eagle3_ray.capture import deciding_args, engine_version, fingerprint
 from eagle3_ray.config import (
     ConfigError,
@@ -30,13 +29,13 @@ from eagle3_ray.config import (
     draftings,
     suites,
 )
-from eagle3_ray.drafter.checkpoint import check_folder, load
-from eagle3_ray.drafter.model import Drafter
-from eagle3_ray.drafter.target import TargetPieces, load_pieces
-from eagle3_ray.drafter.trained import read_another
+from eagle3_ray.drafter.checkpoint import check_folder
+from eagle3_ray.drafter.target import load_pieces
+from eagle3_ray.drafter.trained import read_another, read_trained
 from eagle3_ray.engines.base import Answered, RequestError, TargetEngine, answer, each
 from eagle3_ray.engines.sglang import SGLangEngine, context_length
 from eagle3_ray.engines.sglang_nodes import actor_options
+from eagle3_ray.figures import own_path, summarised
 from eagle3_ray.prepare import Corpus, Prompt, prepare
 from eagle3_ray.progress import Progress
 from eagle3_ray.run import Run, exported
@@ -45,7 +44,6 @@ from eagle3_ray.store.shards import Features, target_rows
 from eagle3_ray.train.simulate import simulate, totals
 
 SETTINGS = ["temperature", "num_steps", "topk", "num_draft_tokens", "sweep", "batch_size", "baseline", "simulate"]
-COMPARED = ["accept_length", "accept_length_ci95", "tokens_per_verify_step", *SPEED, "identical_share"]
 
 
 def heldout(run: Run) -> dict[str, Corpus]:
@@ -89,7 +87,7 @@ def evaluate(
     description = described(run, corpora, drafter)
     key = f"{drafter}/evaluations/{fingerprint(description)}/summary.json"
     summary = run.read_json(key)
-    if summary is not None:
+    if summary is not None and not summary["failed"]:  # an engine may fail for reasons that pass
         return summary
     start = time.monotonic()
     hardware = config.hardware
@@ -128,6 +126,7 @@ def described(run: Run, corpora: dict[str, Corpus], drafter: str) -> dict[str, A
             name: {"prompts": corpora[name].fingerprint, "max_new_tokens": suite.max_new_tokens}
             for name, suite in suites(config.evaluate).items()
         },
+        "target": run.target,
         "engine_version": engine_version(config),
         "dtype": config.evaluate.dtype or config.engine.dtype,
         "exported": exported(run, drafter),
@@ -145,15 +144,11 @@ def _answers_or_failure(asked: ray.ObjectRef) -> dict[str, Any]:
         return {"failed": f"the serving engine failed: {str(error).strip().splitlines()[-1]}"}
 
 
-def _own(run: Run, drafter: str) -> str:
-    return (run.config.drafter.path or run.files.url(f"{drafter}/export")).rstrip("/")
-
-
 def _rivals(run: Run, drafter: str) -> dict[str, Run]:
     """The run as it would be with each of evaluate.drafters in place of its own, once."""
     config = run.config
     paths = dict.fromkeys(path.rstrip("/") for path in config.evaluate.drafters)
-    paths.pop(_own(run, drafter), None)
+    paths.pop(own_path(run, drafter), None)
     return {
         path: dataclasses.replace(
             run, config=dataclasses.replace(config, drafter=dataclasses.replace(config.drafter, path=path))
@@ -169,113 +164,13 @@ class EvaluateError(RuntimeError):
 def _check_refused(run: Run, served: dict[str, Any]) -> None:
     """EvaluateError where an engine refused too many conversations of a suite: none may vanish in silence."""
     for suite in suites(run.config.evaluate):
-        refused, answered = _of(served["refused"], "suite", suite), len(_of(served["answers"], "suite", suite))
+        refused = [row for row in served["refused"] if row["suite"] == suite]
+        answered = sum(row["suite"] == suite for row in served["answers"])
         if not answered or len(refused) > run.config.prompts.max_bad_share * (answered + len(refused)):
             raise EvaluateError(
                 f"{len(refused)} of {answered + len(refused)} conversations of {suite} were refused, more than "
                 f"prompts.max_bad_share={run.config.prompts.max_bad_share}: {refused[:3]}"
             )
-
-
-# ---------------------------------------------------------------- the figures
-
-
-def summarised(
-    run: Run,
-    drafter: str,
-    served: dict[Drafting, dict[str, Any]],
-    plain: dict[str, Any] | None,
-    rivals: dict[str, dict[str, Any]],
-) -> dict[str, Any]:
-    """What `serve` brought, as figures: those of the first drafting in full, of all of them as a table; `rivals` are
-    other drafters' answers with the same drafting, by their path, or {"failed": why}."""
-    drafting, speculating = next(iter(served.items()))
-    rows, alone = speculating["answers"], plain["answers"] if plain else []
-    by_drafting = [{**one._asdict(), **_figures(run, one, given, plain)} for one, given in served.items()]
-    by_drafter = [
-        {"drafter": path, "faults": [given["failed"]], **dict.fromkeys(COMPARED)}
-        if "failed" in given
-        else {"drafter": path, "faults": given["faults"], **_figures(run, drafting, given, plain)}
-        for path, given in {_own(run, drafter): speculating, **rivals}.items()
-    ]
-    by = "accept_length" if run.config.hardware.device == "cpu" else "output_tokens_per_s"
-    best, best_drafter = (max(table, key=lambda row: row[by] or 0) for table in (by_drafting, by_drafter))
-    return {
-        **_figures(run, drafting, speculating, plain),
-        "refused": speculating["refused"],
-        "by_suite": {
-            suite: _acceptance(run, drafting, _of(rows, "suite", suite), _of(alone, "suite", suite) if plain else None)
-            for suite in dict.fromkeys(row["suite"] for row in rows)
-        },
-        "by_domain": {
-            domain: measure(_of(rows, "domain", domain), drafting.num_steps)
-            for domain in sorted({row["domain"] for row in rows})
-        },
-        "by_drafting": [{name: row[name] for name in [*Drafting._fields, *COMPARED]} for row in by_drafting],
-        "best_drafting": {name: best[name] for name in Drafting._fields} | {"by": by},
-        "by_drafter": [{name: row[name] for name in ["drafter", "faults", *COMPARED]} for row in by_drafter],
-        "best_drafter": {"drafter": best_drafter["drafter"], "by": by},
-        "simulated": _simulated(run, drafter, drafting, speculating, plain),
-        "engine": speculating["engine"],
-        "answers": [
-            {name: row[name] for name in ("id", "domain", "completion_tokens", "verify_steps")} for row in rows
-        ],
-    }
-
-
-def _of(rows: list[Row], name: str, value: str) -> list[Row]:
-    return [row for row in rows if row[name] == value]
-
-
-def _figures(run: Run, drafting: Drafting, served: dict[str, Any], plain: dict[str, Any] | None) -> dict[str, Any]:
-    """Acceptance, agreement and speed of one engine that drafted, against the one that did not."""
-    alone = plain["answers"] if plain else None
-    return {**_acceptance(run, drafting, served["answers"], alone), **_speed(run, served, plain)}
-
-
-def _acceptance(run: Run, drafting: Drafting, rows: list[Row], plain: list[Row] | None) -> dict[str, Any]:
-    unknown: dict[str, Any] = {
-        "greedy_identical": None,
-        "identical_share": None,
-        "first_divergence": None,
-        "different_answers": [],
-    }
-    compared = plain is not None and run.config.evaluate.temperature == 0
-    return {**measure(rows, drafting.num_steps), **(agreement(rows, plain or []) if compared else unknown)}
-
-
-def _speed(run: Run, served: dict[str, Any], plain: dict[str, Any] | None) -> dict[str, Any]:
-    """Output tokens a second over the time from the first request to the last answer.
-
-    None on a CPU, where they mean nothing, and None of an engine that also captures, which slows it down.
-    """
-
-    def rate(of: dict[str, Any] | None) -> float | None:
-        if of is None or run.config.hardware.device == "cpu":
-            return None
-        return round(sum(row["completion_tokens"] for row in of["answers"]) / of["seconds"], 1)
-
-    fast, slow = rate(served), rate(None if run.config.evaluate.simulate else plain)
-    return dict(zip(SPEED, (fast, slow, round(fast / slow, 3) if fast and slow else None), strict=True))
-
-
-def _simulated(
-    run: Run, drafter: str, drafting: Drafting, served: dict[str, Any], plain: dict[str, Any] | None
-) -> dict[str, Any]:
-    """Walked accept lengths, and how much more was served.
-
-    `heldout` is training's, of other prompts and of its own number of drafts a verify step: None where that is not the
-    served one. `answers` is of the very conversations that were served.
-    """
-    trained = (run.read_json(f"{drafter}/summary.json") or {}).get("heldout") or {}
-    comparable = drafting.topk == 1 and trained.get("draft_steps") == drafting.num_steps and trained["samples"]
-    walked = {"heldout": trained["after"] if comparable else None, "answers": plain and plain["walked"]}
-    tokens = sum(row["completion_tokens"] for row in served["answers"])
-    length = tokens / max(1, sum(row["verify_steps"] for row in served["answers"]))
-    return {
-        name: found and {**found, "served_minus_simulated": round(length - found["accept_length"], 4)}
-        for name, found in walked.items()
-    }
 
 
 # ---------------------------------------------------------------- an engine's part
@@ -321,7 +216,7 @@ def serve(
             "answers": rows,
             "seconds": seconds,
             "faults": check_folder(folder, run.model) if drafting else [],
-            "walked": walk_answers(run, engine, folder, rows, draftings(settings)[0]) if walking else None,
+            "walked": walk_answers(run, engine, drafter, rows, draftings(settings)[0]) if walking else None,
             "refused": [
                 {"suite": suite, "id": prompt.id, "reason": str(row)}
                 for (suite, prompt), row in zip(asked, results, strict=True)
@@ -352,6 +247,7 @@ def _row(prompt: Prompt, answered: Answered) -> dict[str, Any]:
     return {
         "id": prompt.id,
         "domain": prompt.domain,
+        "turns": len(prompt.segments),  # asked; `answers` has fewer where the context had no room for a further one
         "token_ids": answered.token_ids,
         "loss_mask": answered.loss_mask,
         "answers": [response.token_ids for response in answered.responses],
@@ -362,9 +258,12 @@ def _row(prompt: Prompt, answered: Answered) -> dict[str, Any]:
 
 
 def walk_answers(
-    run: Run, engine: TargetEngine, folder: Path, rows: list[dict[str, Any]], drafting: Drafting
+    run: Run, engine: TargetEngine, drafter: str, rows: list[dict[str, Any]], drafting: Drafting
 ) -> dict[str, Any]:
-    """The drafter in `folder` walked over the rows' conversations, in fp32 on the CPU: the engine has the GPU."""
+    """The drafter walked over the rows' conversations, in fp32 on the CPU: the engine has the GPU.
+
+    It is the one that training left, not the exported copy: whatever happened to that shows in the difference.
+    """
     progress = Progress("evaluate: walk", len(rows), "conversations")
 
     def samples() -> Iterator[Features]:
@@ -374,15 +273,11 @@ def walk_answers(
 
     target = dataclasses.replace(run.config.target, weights=None)  # the files that the engine runs
     pieces = load_pieces(target, torch.float32)
-    walked = _drafter(run, folder, pieces)
-    return totals(simulate(walked, samples(), pieces.head, drafting))
-
-
-def _drafter(run: Run, folder: Path, pieces: TargetPieces) -> Drafter:
-    """Our own export, or another's in whatever layout it came."""
-    if not run.config.drafter.path:
-        return load(folder, pieces.embedding)
-    return read_another(run.config, run.model, len(run.spec.boundaries)).drafter(pieces)
+    if run.config.drafter.path:
+        made = read_another(run.config, run.model, len(run.spec.boundaries))
+    else:
+        made = read_trained(run.files, drafter)
+    return totals(simulate(made.drafter(pieces), samples(), pieces.head, drafting))
 
 
 def _captured(engine: TargetEngine, row: dict[str, Any]) -> Features:

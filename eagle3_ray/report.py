@@ -23,7 +23,8 @@ from eagle3_ray.store.commits import Units
 MEASURED = ["accept_length", "accept_length_ci95", "accept_length_by_step", "tokens_per_verify_step", "verify_steps"]
 MEASURED += ["completion_tokens", "distinct_bigram_share", "looping_answers", "greedy_identical", "identical_share"]
 MEASURED += ["first_divergence", "different_answers", "refused", *SPEED, "by_domain", "by_drafting", "best_drafting"]
-MEASURED += ["simulated", "by_suite", "by_drafter", "best_drafter"]
+MEASURED += ["simulated", "not_simulated", "by_suite", "by_drafter", "best_drafter", "failed", "disagreement"]
+MEASURED += ["turns_asked", "turns_answered"]
 PACKAGES = ("sglang", "ray", "torch", "transformers", "hydra-core")
 
 

@@ -310,7 +310,7 @@ def _check_evaluate(config: Config) -> None:
         if evaluate.simulate and getattr(evaluate, name) != value:
             raise ConfigError(
                 f"evaluate.simulate: it walks over the greedy answers of the target alone; not with "
-                f"evaluate.{name}={getattr(evaluate, name)}"
+                f"evaluate.{name}={getattr(evaluate, name)}; evaluate.simulate=false leaves it out"
             )
 
 

@@ -24,6 +24,7 @@ from eagle3_ray.secrets import clean
 ROOT = Path(__file__).resolve().parent.parent
 ConfigStore.instance().store(name="schema", node=Config)  # conf/config.yaml builds on it
 ConfigStore.instance().store(name="store_schema", node=StoreCommand)  # and conf/store_command.yaml on this
+OmegaConf.register_new_resolver("same", lambda one, other: one == other, replace=True)
 OmegaConf.register_new_resolver("repo", lambda path: str(ROOT / path), replace=True)
 
 

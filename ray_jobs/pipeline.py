@@ -1,4 +1,8 @@
-"""The whole line: prompts to a drafter that SGLang serves, with its measured accept length."""
+"""The whole line: prompts to a drafter that SGLang serves, with its measured accept length.
+
+Exits with 1, after all is written, where training and serving features differ, or float32 answers are not the target's
+own.
+"""
 
 import sys
 import time
@@ -17,7 +21,8 @@ from eagle3_ray.train.trainer import train_drafter
 from eagle3_ray.verify import verify, watching
 from ray_jobs import stage
 from ray_jobs.cluster import cluster
-from ray_jobs.verify import say
+from ray_jobs.evaluate import say as say_evaluated
+from ray_jobs.verify import say as say_verified
 
 Result = TypeVar("Result")
 
@@ -46,15 +51,17 @@ def main(run: Run) -> None:
         watch = watching(run, corpus, features, drafter)
         evaluation = timed("evaluate", evaluate, run, prompts, drafter, watch)
         verification = timed("verify", verify, run, corpus, features, drafter) if run.config.verify.samples else None
+    if verification:
+        say_verified(verification)  # first: nothing that fails from here on shall hide it
     publish_card(run, features, drafter, exported, evaluation)
     summary = summarise(run, corpus, features, drafter, evaluation, verification, seconds)
     report(run, summary)
+    say_evaluated(evaluation)
     print(f"accept length  {summary['accept_length']}")
     print(f"drafter        {summary['drafter_path']}")
     print(f"report         {summary['report_path']}")
-    if verification:
-        say(verification)
-        sys.exit(verification["verdict"] != "aligned")
+    misaligned = verification is not None and verification["verdict"] != "aligned"
+    sys.exit(misaligned or evaluation["disagreement"] is not None)
 
 
 if __name__ == "__main__":

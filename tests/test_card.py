@@ -113,10 +113,15 @@ def test_an_evaluation_comes_into_the_card_and_an_equal_card_is_left_alone(tmp_p
     evaluation |= {"by_suite": suites}
     publish_card(run, features, "d", exported, evaluation)
     card = card_of(run)
+    assert "draft tokens, greedy, on" in card
     assert "on\n6 held-out conversations (90 completion tokens in 60 verify steps):\naccept length 1.500." in card
     assert "| maths | 6 | none |" in card
     assert "not measured yet" not in card
     assert "| suite |" not in card
+    run.config.evaluate.temperature = 0.7
+    publish_card(run, features, "d", exported, evaluation)
+    assert "draft tokens, temperature 0.7, on" in card_of(run)
+    run.config.evaluate.temperature = 0.0
     publish_card(run, features, "d", exported, evaluation | {"by_suite": suites | {"mine": suites["gsm8k"]}})
     assert "| mine | 6 | 1.500 | 1.40 to 1.61 | 1.250 | 87.6% | 100.0% |" in card_of(run)
     publish_card(run, features, "d", exported, evaluation)

@@ -18,14 +18,17 @@ from eagle3_ray.acceptance import agreement, different, distinct_bigrams, interv
 from eagle3_ray.config import (
     DrafterConfig,
     Drafting,
+    EngineConfig,
     EvaluateConfig,
+    SamplingConfig,
 )
 from eagle3_ray.drafter.checkpoint import export
 from eagle3_ray.drafter.model import Drafter
 from eagle3_ray.drafter.shape import drafter_config
 from eagle3_ray.drafter.target import initialise, load_pieces
-from eagle3_ray.engines.base import Answered, Captured, Response
-from eagle3_ray.evaluate import _captured, _row, summarised
+from eagle3_ray.engines.base import Answered, Captured, Response, answer
+from eagle3_ray.evaluate import _captured, _row
+from eagle3_ray.figures import COMPARED, summarised
 from eagle3_ray.prepare import Prompt
 from eagle3_ray.run import open_run
 
@@ -35,7 +38,7 @@ def row(
 ) -> dict[str, Any]:
     return {
         "id": name, "domain": "d", "suite": suite, "histogram": histogram, "completion_tokens": tokens,
-        "verify_steps": steps, "answers": list(answers),
+        "verify_steps": steps, "answers": list(answers), "turns": len(answers),
     }  # fmt: skip
 
 
@@ -51,6 +54,8 @@ def test_accept_length_is_completion_tokens_over_verify_steps_of_all_answers_tog
     assert figures.pop("accept_length_ci95") == [pytest.approx(13 / 7, abs=1e-4), pytest.approx(8 / 3, abs=1e-4)]
     assert figures == {
         "conversations": 2,
+        "turns_asked": 3,
+        "turns_answered": 3,
         "completion_tokens": 21,
         "verify_steps": 10,
         "accept_length": 2.1,
@@ -100,6 +105,20 @@ def test_the_turns_of_a_conversation_are_added_up() -> None:
     assert got["answers"] == [[1, 2, 3], [4, 5]]
 
 
+def test_a_turn_without_an_answer_is_counted_as_asked() -> None:
+    class Engine:
+        def generate(self, prompts: list[list[int]], sampling: SamplingConfig) -> list[Response]:
+            return [Response([7] * 4, "length") for _ in prompts]
+
+    engine: Any = Engine()
+    prompts = [Prompt("long", "d", [[1] * 5, [2] * 6, [3]]), Prompt("short", "d", [[1], [2]])]
+    asked = SamplingConfig(max_new_tokens=4)
+    rows = [_row(prompt, answer(engine, prompt.segments, asked, context_length=14)) for prompt in prompts]
+    assert [(row["turns"], len(row["answers"])) for row in rows] == [(3, 1), (2, 2)]  # 5 + 4 + 6 + 4 are more than 14
+    figures = measure(rows, 3)
+    assert (figures["turns_asked"], figures["turns_answered"]) == (5, 3)
+
+
 def test_different_answers_are_found_with_their_first_different_token() -> None:
     one = [row("a", [], 0, 0, [1], [2, 3]), row("b", [], 0, 0, [1, 2])]
     other = [row("a", [], 0, 0, [1], [2, 4]), row("b", [], 0, 0, [1, 2, 3])]
@@ -137,17 +156,25 @@ def figures(
     device: str = "cuda",
     differing: bool = False,
     rivals: dict[str, Any] | None = None,
+    dtype: str = "bfloat16",
+    trained_at: float = 0.0,
+    path: str | None = None,
+    heldout: int = 4,
     **settings: Any,
 ) -> dict[str, Any]:
     """The summary of two draftings, of another drafter and of the target alone, with counts made up."""
-    training = {"heldout": {"samples": 4, "draft_steps": 3, "after": {"accept_length": 1.9, "completion_tokens": 40}}}
+    training = {
+        "heldout": {"samples": heldout, "draft_steps": 3, "after": {"accept_length": 1.9, "completion_tokens": 40}}
+    }
     run: Any = SimpleNamespace(
         read_json=lambda key: training if key == "d/summary.json" else None,
         files=SimpleNamespace(url=lambda key: f"/store/{key}"),
         config=SimpleNamespace(
             evaluate=EvaluateConfig(source="x", **settings),
             hardware=SimpleNamespace(device=device),
-            drafter=DrafterConfig(),
+            drafter=DrafterConfig(path=path),
+            engine=EngineConfig(dtype=dtype),
+            sampling=SamplingConfig(temperature=trained_at),
         ),
     )
     chain = served(
@@ -191,7 +218,9 @@ def test_one_that_sglang_does_not_serve_costs_the_others_nothing(tmp_path: Path)
     own, other, broken = figures(tmp_path, rivals=failed)["by_drafter"]
     assert (own["accept_length"], other["accept_length"]) == (2.1, 2.625)
     assert (broken["drafter"], broken["faults"]) == ("s3://b/broken", ["the serving engine failed: no"])
-    assert {broken[name] for name in evaluation.COMPARED} == {None}
+    assert {broken[name] for name in COMPARED} == {None}
+    assert figures(tmp_path, rivals=failed)["failed"] == ["s3://b/broken"]
+    assert figures(tmp_path)["failed"] == []
 
 
 def test_no_suite_vanishes_in_silence() -> None:
@@ -234,9 +263,65 @@ def test_an_engine_that_also_captures_is_no_measure_of_speed(tmp_path: Path) -> 
 
 
 def test_the_simulated_accept_lengths_stand_beside_the_served_one(tmp_path: Path) -> None:
-    simulated = figures(tmp_path)["simulated"]
-    assert simulated["heldout"]["served_minus_simulated"] == pytest.approx(0.2)
-    assert simulated["answers"]["served_minus_simulated"] == pytest.approx(-0.005)
+    summary = figures(tmp_path, simulate=True)
+    assert summary["simulated"]["heldout"]["served_minus_simulated"] == pytest.approx(0.2)
+    assert summary["simulated"]["answers"]["served_minus_simulated"] == pytest.approx(-0.005)
+    assert summary["not_simulated"] == {}
+
+
+@pytest.mark.parametrize(
+    ("settings", "missing", "reason"),
+    [
+        ({}, "answers", "evaluate.simulate is false, which leaves"),
+        ({"device": "cpu"}, "answers", "evaluate.simulate is false"),
+        ({"path": "/theirs"}, "heldout", "drafter.path"),
+        ({"heldout": 0}, "heldout", "train.heldout"),
+        ({"temperature": 0.7}, "heldout", "evaluate.temperature is 0.7"),
+        ({"trained_at": 0.6}, "heldout", "sampling.temperature is 0.6"),
+    ],
+)
+def test_where_nothing_simulated_can_be_compared_it_is_said_why(
+    tmp_path: Path, settings: dict[str, Any], missing: str, reason: str
+) -> None:
+    summary = figures(tmp_path, **settings)
+    assert summary["simulated"][missing] is None
+    assert reason in summary["not_simulated"][missing]
+
+
+def test_trainings_walk_is_compared_only_with_a_drafting_like_its_own(tmp_path: Path) -> None:
+    training = {"samples": 4, "draft_steps": 3, "after": {"accept_length": 1.9}}
+    one = served(row("a", [1, 1], 20, 10, [1, 2]), seconds=1.0)
+    run: Any = SimpleNamespace(
+        read_json=lambda _: {"heldout": training},
+        files=SimpleNamespace(url=str),
+        config=compose("evaluate.simulate=false"),
+    )
+    for drafting in (Drafting(2, 1, 3), Drafting(3, 2, 8)):
+        summary = summarised(run, "d", {drafting: one}, None, {})
+        steps, topk, _ = drafting
+        assert summary["simulated"] == {"answers": None, "heldout": None}
+        told = f"training walks chains of 3 drafts; here evaluate.num_steps is {steps} and evaluate.topk {topk}"
+        assert summary["not_simulated"]["heldout"] == told
+
+
+def test_float32_answers_must_be_the_targets_own(tmp_path: Path) -> None:
+    told = figures(tmp_path, dtype="float32", differing=True)["disagreement"]
+    assert told.startswith("greedy answers in float32 are not those without speculation, as they must be: ")
+    assert "1 of 2 conversations of [3, 1, 4], the earliest at generated token 1" in told
+    # The tree and the other drafter say 6 where the target alone says 5
+    told = figures(tmp_path, dtype="float32")["disagreement"]
+    assert "[3, 1, 4]" not in told and "of [3, 2, 8], the" in told and "of s3://b/other, the" in told
+    assert figures(tmp_path, dtype="bfloat16", differing=True)["disagreement"] is None
+    assert figures(tmp_path, dtype="float32", differing=True, temperature=0.7)["disagreement"] is None
+    run: Any = SimpleNamespace(
+        read_json=lambda _: None, files=SimpleNamespace(url=str), config=compose("evaluate.dtype=bfloat16")
+    )
+    same, other = (served(row("a", [1], 9, 5, ids), seconds=1.0) for ids in ([1, 2], [1, 3]))
+    assert summarised(run, "d", {Drafting(3, 1, 4): same}, other, {})["disagreement"] is None
+    run.config.evaluate.dtype = "float32"
+    assert "1 of 1 conversations" in summarised(run, "d", {Drafting(3, 1, 4): same}, other, {})["disagreement"]
+    assert summarised(run, "d", {Drafting(3, 1, 4): same}, same, {})["disagreement"] is None
+    assert summarised(run, "d", {Drafting(3, 1, 4): same}, None, {})["disagreement"] is None
 
 
 def test_sampled_answers_are_not_compared(tmp_path: Path) -> None:
@@ -262,7 +347,7 @@ def test_the_states_that_are_walked_are_those_of_the_answers() -> None:
 @pytest.mark.full
 def test_served_walked_and_plain_answers_agree_on_sglang(smollm2: Path, tmp_path: Path) -> None:
     """The whole line with a little training: what the walk says of the very answers is what was served, trees too."""
-    settings = ["prompts.limit=60", "train.steps=120", "run=agree", "evaluate.limit=16", "evaluate.simulate=true"]
+    settings = ["prompts.limit=60", "train.steps=120", "run=agree", "evaluate.limit=16"]
     ended = command("pipeline", *settings, "evaluate.sweep=[[2,1,3],[3,4,12]]", home=tmp_path)
     assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-4000:]
     summary = json.loads((tmp_path / "runs" / "agree" / "summary.json").read_text())
@@ -272,6 +357,7 @@ def test_served_walked_and_plain_answers_agree_on_sglang(smollm2: Path, tmp_path
     assert walked["completion_tokens"] == summary["completion_tokens"]
     assert abs(walked["served_minus_simulated"]) <= 0.01
     assert math.isfinite(summary["simulated"]["heldout"]["served_minus_simulated"])
+    assert f"served minus simulated {walked['served_minus_simulated']:+.4f}" in ended.stdout
     chain, short, tree = summary["by_drafting"]
     assert [line["identical_share"] for line in (chain, short, tree)] == [1.0, 1.0, 1.0]
     assert short["accept_length"] <= chain["accept_length"] < tree["accept_length"]
@@ -304,7 +390,7 @@ def test_drafters_and_suites_side_by_side_on_sglang(tiny_llama_folder: Path, tmp
         f"+evaluate.suites={{a: {{source: {tmp_path}/a.jsonl}}, b: {{source: {tmp_path}/b.jsonl, max_new_tokens: 9}}}}"
     )
     settings += [f"drafter.path={tmp_path}/good", f"evaluate.drafters=[{tmp_path}/noisy]", "evaluate=file", both]
-    settings += ["evaluate.num_steps=3", "evaluate.topk=3", "evaluate.num_draft_tokens=10", "evaluate.simulate=true"]
+    settings += ["evaluate.num_steps=3", "evaluate.topk=3", "evaluate.num_draft_tokens=10"]
     ended = command("evaluate", *settings, "evaluate.max_new_tokens=30", home=tmp_path / "home")
     assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-4000:]
     (path,) = (tmp_path / "home").glob("drafters/*/evaluations/*/summary.json")
@@ -322,3 +408,6 @@ def test_drafters_and_suites_side_by_side_on_sglang(tiny_llama_folder: Path, tmp
     assert walked["completion_tokens"] == summary["completion_tokens"]
     assert abs(walked["served_minus_simulated"]) <= 0.01
     assert f"b: {summary['by_suite']['b']['accept_length']}" in ended.stdout
+    assert f"served minus simulated {walked['served_minus_simulated']:+.4f}" in ended.stdout
+    assert "identical to the target's own greedy answers: 100.00% of the conversations" in ended.stdout
+    assert (summary["turns_asked"], summary["turns_answered"], summary["disagreement"]) == (8, 8, None)

@@ -108,13 +108,22 @@ def test_what_sglang_or_the_walk_cannot_do_is_refused_before_any_engine_starts()
     assert refusal(temperature=-1.0) == "evaluate.temperature: -1.0 is less than 0"
     assert refusal(temperature=0.7).startswith("evaluate.temperature: 0.7, but with hardware.device=cpu")
     assert refusal(sweep=[[2, 9000, 10]]) == "evaluate.topk: 9000 is more than drafter.draft_vocab_size=4096"
-    assert refusal(simulate=True, baseline=False).endswith("not with evaluate.baseline=False")
+    told = refusal(baseline=False)  # of the demo, which simulates
+    assert told.endswith("not with evaluate.baseline=False; evaluate.simulate=false leaves it out")
     assert refusal(sweep=[[3, 2, 8]], source=None).startswith("evaluate.source: None with evaluate.suites=[]")
     several = {"a": SuiteConfig("a.jsonl"), "b": SuiteConfig("b.jsonl", max_new_tokens=0)}
     assert refusal(suites=several).startswith(f"evaluate.source: {config.evaluate.source!r} with evaluate.suites=['a',")
     assert refusal(source=None, suites=several) == "evaluate.suites.b.max_new_tokens: 0 is less than 1"
     tree = dataclasses.replace(config.evaluate, simulate=True, num_steps=3, topk=2, num_draft_tokens=8)
     check_values(dataclasses.replace(config, evaluate=tree))  # trees are walked too
+
+
+def test_what_is_served_is_simulated_where_that_costs_no_speed_up() -> None:
+    assert compose().evaluate.simulate and compose("evaluate=file").evaluate.simulate
+    assert compose("evaluate=suites", "hardware=cpu").evaluate.simulate
+    assert not compose("evaluate.simulate=false").evaluate.simulate
+    assert not compose("hardware=gpu1").evaluate.simulate
+    assert compose("hardware=gpu1", "evaluate.simulate=true").evaluate.simulate
 
 
 def test_what_decides_an_evaluation_is_in_its_fingerprint() -> None:
@@ -160,6 +169,65 @@ def test_suites_and_other_drafters_decide_an_evaluation(
     assert once == described(*variants[6])
 
 
+def test_another_target_is_another_evaluation(smollm2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one drafter (drafter.path) on the same prompts, since both targets have one tokenizer."""
+    corpora: Any = {"heldout": SimpleNamespace(fingerprint="same")}
+    other = tmp_path / "other"
+    other.mkdir()
+    for path in smollm2.iterdir():
+        (other / path.name).symlink_to(path)
+    export(tmp_path / "theirs", small_drafter(), [1, 3, 5], "float32")
+
+    def described(target: Path) -> str:
+        settings = [f"target.path={target}", f"store.root={tmp_path}/store", f"drafter.path={tmp_path}/theirs"]
+        return fingerprint(evaluation.described(open_run(compose(*settings)), corpora, "drafters/d"))
+
+    assert described(other) == described(smollm2)  # by content, wherever it lies
+    config = json.loads((smollm2 / "config.json").read_text())
+    (other / "config.json").unlink()
+    (other / "config.json").write_text(json.dumps(config | {"rope_theta": 1e6}))
+    assert described(other) != described(smollm2)
+
+
+def test_an_evaluation_is_kept_but_for_one_in_which_a_drafter_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    store: dict[str, Any] = {}
+    config = compose("evaluate.simulate=false", "evaluate.baseline=false", "evaluate.drafters=[/a,/b]")
+    files: Any = SimpleNamespace(url=str)
+    run = Run(config, files, {}, {"chat_template_kwargs": {}}, None)  # type: ignore[arg-type]
+    monkeypatch.setattr(Run, "read_json", lambda _, key: store.get(key))
+    monkeypatch.setattr(Run, "write_json", lambda _, key, value: store.__setitem__(key, value))
+    monkeypatch.setattr(evaluation, "described", lambda *_: {"all": "that decides"})
+    monkeypatch.setattr(evaluation, "_check_refused", lambda *_: None)
+    served: list[str | None] = []
+    fails = {"/b"}
+
+    def serve(given: Run, *_: Any) -> dict[str, Any]:
+        served.append(given.config.drafter.path)
+        if given.config.drafter.path in fails:
+            raise evaluation.ray.exceptions.RayError("no such layer")
+        answer = {"id": "x", "domain": "d", "suite": "heldout", "turns": 1, "answers": [[1, 2]], "histogram": [1]}
+        answer |= {"completion_tokens": 2, "verify_steps": 1}
+        return {"answers": [answer], "seconds": 1.0, "faults": [], "refused": [], "engine": {}, "walked": None}
+
+    class Task:
+        def __init__(self, function: Any) -> None:
+            self.remote = lambda *args: lambda: function(*args)
+
+    monkeypatch.setattr(evaluation, "serve", serve)
+    monkeypatch.setattr(evaluation.ray, "remote", lambda **_: Task)
+    monkeypatch.setattr(
+        evaluation.ray, "get", lambda asked: [a() for a in asked] if isinstance(asked, list) else asked()
+    )
+    corpora: Any = {"heldout": SimpleNamespace(fingerprint="prompts")}
+    first = evaluation.evaluate(run, corpora, "d")
+    assert (first["failed"], served) == (["/b"], [None, "/a", "/b"])
+    assert "no such layer" in first["by_drafter"][2]["faults"][0]
+    fails.clear()
+    second = evaluation.evaluate(run, corpora, "d")
+    assert (second["failed"], second["by_drafter"][2]["accept_length"], len(served)) == ([], 2.0, 6)
+    assert evaluation.evaluate(run, corpora, "d") == second and len(served) == 6  # kept now
+
+
 def small_drafter() -> Drafter:
     target = {"hidden_size": 576, "num_attention_heads": 9, "num_key_value_heads": 3, "intermediate_size": 16}
     config = drafter_config(DrafterConfig(), target | {"vocab_size": 49152}, 3, 16)
@@ -201,7 +269,8 @@ def test_an_engine_answers_every_suite_each_up_to_its_own_length(
     both = (
         f"+evaluate.suites={{a: {{source: {tmp_path}/a.jsonl}}, b: {{source: {tmp_path}/b.jsonl, max_new_tokens: 3}}}}"
     )
-    run = open_run(compose(f"target.path={smollm2}", f"store.root={tmp_path}/store", "evaluate=file", both))
+    settings = [f"target.path={smollm2}", f"store.root={tmp_path}/store", "evaluate=file", "evaluate.simulate=false"]
+    run = open_run(compose(*settings, both))
 
     class Engine:
         info = {"engine": "none"}

@@ -128,6 +128,14 @@ def test_the_summary_says_what_was_done(summary: dict, submit) -> None:
 
 def test_a_drafter_of_no_training_accepts_next_to_nothing(summary: dict) -> None:
     assert 1.0 <= summary["accept_length"] < 1.1
+    assert (summary["greedy_identical"], summary["disagreement"]) == (True, None)
+
+
+def test_what_is_walked_is_what_was_served(summary: dict) -> None:
+    assert summary["not_simulated"] == {}
+    assert summary["simulated"]["answers"]["completion_tokens"] == summary["completion_tokens"]
+    assert abs(summary["simulated"]["answers"]["served_minus_simulated"]) <= 0.01
+    assert "served minus simulated" in Path(summary["report_path"]).read_text()
     assert summary["accept_length"] == pytest.approx(summary["completion_tokens"] / summary["verify_steps"], abs=1e-3)
 
 

@@ -20,7 +20,13 @@ def walked(accept_length: float) -> dict[str, Any]:
 def evaluation() -> dict[str, Any]:
     """Of a CPU, without the target alone."""
     row = {"conversations": 7, "completion_tokens": 90, "accept_length": 1.5, "accept_length_ci95": [1.4, 1.61]}
-    row |= {"tokens_per_verify_step": 1.25, "distinct_bigram_share": 0.876, "looping_answers": 0}
+    row |= {
+        "turns_asked": 12,
+        "turns_answered": 12,
+        "tokens_per_verify_step": 1.25,
+        "distinct_bigram_share": 0.876,
+        "looping_answers": 0,
+    }
     chosen = {"num_steps": 3, "topk": 1, "num_draft_tokens": 4}
     speed: dict[str, Any] = dict.fromkeys(SPEED)
     return {
@@ -35,10 +41,12 @@ def evaluation() -> dict[str, Any]:
         "by_drafting": [{**row, **speed, **chosen, "identical_share": None}],
         "best_drafting": {**chosen, "by": "accept_length"},
         "simulated": {"heldout": None, "answers": None},
+        "not_simulated": {"heldout": "no sample was held out", "answers": "evaluate.simulate is false"},
+        "disagreement": None,
     }
 
 
-def page(tmp_path: Path, heldout: int, **told: Any) -> str:
+def page(tmp_path: Path, heldout: int, settings: dict[str, Any] | None = None, **told: Any) -> str:
     """The report's text, without tags and line breaks."""
     training = {
         "draft_vocab_size": 8192,
@@ -52,8 +60,8 @@ def page(tmp_path: Path, heldout: int, **told: Any) -> str:
     )
     paths = {"drafter": "drafters/d", "drafter_path": "d", "features_path": "f", "bytes_stored": 10}
     summary = {"run": "r", "target": "t", **evaluation()}
-    files = Filesystem(str(tmp_path))
-    run: Any = SimpleNamespace(files=files, config=SimpleNamespace(run="r", evaluate=EvaluateConfig(source="x")))
+    files, evaluate = Filesystem(str(tmp_path)), EvaluateConfig(source="x", **(settings or {}))
+    run: Any = SimpleNamespace(files=files, config=SimpleNamespace(run="r", evaluate=evaluate))
     report(run, {**summary, **empty, **numbers, **paths, "training": training, "verification": None, **told})
     return " ".join(re.sub(r"<[^>]+>", " ", files.read("runs/r/report.html").decode()).split())
 
@@ -87,15 +95,53 @@ def test_the_matrix_and_the_causes_are_told(tmp_path: Path):
     assert "verify steps" not in told.split("states of")[1].split("Training")[0]
 
 
+def test_a_verification_without_a_matrix_is_told(tmp_path: Path):
+    """Of a drafter served without its states (EAGLE), and of one whose engine failed: `verify` leaves them so."""
+    narrow = {
+        "verdict": "misaligned",
+        "causes": ["the algorithm in force is EAGLE"],
+        "samples": 2,
+        "trained": [2, 4],
+        "facts": {"layers_to_capture": []},
+        "warnings": [],
+        "rows": {"prompt": 10, "verify": 0},
+        "width": 64,
+    }
+    failed = {"verdict": "misaligned", "causes": ["the serving engine failed"], "failed": "no", "drafter_faults": []}
+    for found in (narrow, failed):
+        told = page(tmp_path, heldout=0, verification=found)
+        assert f"misaligned {found['causes'][0]}" in told  # type: ignore[index]
+        assert "served boundary" not in told and "states of" not in told
+
+
 def test_the_evaluation_is_told_with_its_interval_and_by_domain(tmp_path: Path):
     told = page(tmp_path, heldout=16)
     assert "between 1.400 and 1.610 with 95% confidence" in told
     assert "A verify step gave 1.250 tokens." in told
-    assert "code 7 90 1.500 1.40 to 1.61 1.250 88% 0" in told
-    assert "chat 7 90 1.500 – – 1.250 – 0".replace("– – ", "– ") in told
+    assert "code 7 12 of 12 90 1.500 1.40 to 1.61 1.250 88% 0" in told
+    assert "chat 7 12 of 12 90 1.500 – – 1.250 – 0".replace("– – ", "– ") in told
     assert "Speed is not told of a CPU" in told
-    for missing in ("Loops:", "Chains and trees", "Simulated over", "By suite", "Drafters side by side"):
+    assert "as the target answered them alone: not compared, since evaluate.simulate is false." in told
+    assert "which are other prompts: not compared, since no sample was held out." in told
+    for missing in (
+        "Loops:",
+        "Chains and trees",
+        "By suite",
+        "Drafters side by side",
+        "Turns without",
+        "must not differ",
+    ):
         assert missing not in told
+
+
+def test_turns_without_an_answer_are_warned_of(tmp_path: Path):
+    told = page(tmp_path, heldout=16, turns_answered=11)
+    assert "Turns without an answer: of 12 that these conversations ask, 11 were answered" in told
+
+
+def test_float32_answers_that_differ_are_warned_of(tmp_path: Path):
+    differing = {"greedy_identical": False, "identical_share": 0.75, "first_divergence": None, "disagreement": "1 of 4"}
+    assert "are the same. In float32 they must not differ: 1 of 4." in page(tmp_path, heldout=16, **differing)
 
 
 def test_loops_are_warned_of(tmp_path: Path):
@@ -115,6 +161,11 @@ def test_speed_agreement_drafting_and_simulation_are_told(tmp_path: Path):
     }
     several = {"by_drafting": [chain, tree], "best_drafting": best | {"by": "output_tokens_per_s"}, "simulated": walks}
     told = page(tmp_path, heldout=16, **speed, **differing, **several)
+    captured = {"output_tokens_per_s": 210.5}
+    assert "not measured without speculation." in page(tmp_path, heldout=16, **captured)
+    assert "not measured without speculation, since that engine also captured its answers" in page(
+        tmp_path, heldout=16, settings={"simulate": True}, **captured
+    )
     assert "210.5 output tokens a second, 100.0 without speculation, 2.11 times as many" in told
     assert "75.0% of the conversations are the same; the others first differ at generated token 12" in told
     assert "5 4 16 1.750 1.40 to 1.61 210.5 2.11 75.0%" in told
@@ -131,7 +182,7 @@ def test_suites_and_drafters_are_told_side_by_side(tmp_path: Path):
     several = {"by_suite": suites, "by_drafter": [own, other], "best_drafter": {**other, "by": "accept_length"}}
     told = page(tmp_path, heldout=16, **several)
     assert "By suite suite conversations" in told
-    assert "gsm8k 7 90 1.500 1.40 to 1.61 1.250 88% 0 97.5%" in told
-    assert "mine 7 90 1.250 1.40 to 1.61 1.250 88% 0 –" in told
+    assert "gsm8k 7 12 of 12 90 1.500 1.40 to 1.61 1.250 88% 0 97.5%" in told
+    assert "mine 7 12 of 12 90 1.250 1.40 to 1.61 1.250 88% 0 –" in told
     assert "s3://b/other d2t is odd 1.750 1.40 to 1.61 – – 50.0%" in told
     assert "Best by accept length: s3://b/other ." in told

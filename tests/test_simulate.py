@@ -117,7 +117,7 @@ def test_totals_are_of_all_samples_together() -> None:
     assert totals([])["accept_length"] == 0
 
 
-def test_an_engines_own_answers_are_walked_with_the_exported_drafter(tmp_path: Path) -> None:
+def test_an_engines_own_answers_are_walked_with_the_trained_drafter(tmp_path: Path) -> None:
     """Against a plain serving loop, with a target that is real and an engine that only hands out its states."""
     from transformers import AutoModelForCausalLM
 
@@ -137,7 +137,8 @@ def test_an_engines_own_answers_are_walked_with_the_exported_drafter(tmp_path: P
 
     drafter = Drafter(drafter_config(DrafterConfig(), run.model, 3, 384), torch.arange(384))
     initialise(drafter, load_pieces(run.config.target, torch.float32), seed=0)  # right now and then
-    export(tmp_path / "drafter", drafter, [1, 3, 6], "float32")
+    left = tmp_path / "store" / "d" / "weights"  # by training
+    export(left, drafter, [1, 3, 6], "float32", embedding=False)
     rows: list[dict[str, Any]] = []
     for seed in range(6):
         prompt = torch.randint(3, 384, (1, 5), generator=torch.Generator().manual_seed(seed))
@@ -152,7 +153,7 @@ def test_an_engines_own_answers_are_walked_with_the_exported_drafter(tmp_path: P
             yield Features(row["id"], torch.tensor(row["token_ids"]), mask, aux, last[kept], kept)
 
     engine: Any = Engine()
-    found = walk_answers(run, engine, tmp_path / "drafter", rows, CHAIN)
+    found = walk_answers(run, engine, "d", rows, CHAIN)
     counts = [serve(drafter, sample, 3) for sample in samples()]
     assert found["completion_tokens"] == sum(tokens for tokens, _ in counts) == 120
     assert found["verify_steps"] == sum(steps for _, steps in counts)
