@@ -88,7 +88,8 @@ def identify(run: Run, given: list[Taken], boundaries: list[int]) -> dict[str, A
         norm = load_norm(run.config.target, run.config.store.storage_options).float()
         eps = float(run.model.get("rms_norm_eps") or 1e-6)
         last = _last(states, [one.last for one in own], norm, eps)
-        last["floor"] = spread(torch.cat([one.last_noise for one in own]))
+        # Before the norm the scale may be lost (our own export has 1): then its epsilon is added twice
+        last["floor"] = spread(torch.cat([one.last_noise for one in own]).clamp(min=0.0 if normed else eps))
         causes += _last_causes(last, normed) or beyond_noise(
             ["the last hidden state"], last["as_it_is" if normed else "with_the_norm"], last["floor"], precision
         )
