@@ -356,9 +356,10 @@ class VerifyConfig:
 
 @dataclass
 class FeaturesConfig:
-    """Features from elsewhere, for verification alone."""
+    """Which features are worked on, if not those that these settings would capture."""
 
-    path: str | None = None  # a folder of what another tool captured at capture.boundaries; None: the store's own
+    folder: str | None = None  # features/<fingerprint> of the store, e.g. of another engine version
+    path: str | None = None  # for verification alone: a folder of what another tool captured at capture.boundaries
 
 
 @dataclass

@@ -24,6 +24,7 @@ from typing import Any
 import ray
 import torch
 
+from eagle3_ray.config import ConfigError
 from eagle3_ray.engines import start_engine
 from eagle3_ray.engines.base import RequestError, TargetEngine, answer
 from eagle3_ray.engines.processes import own_folder
@@ -56,8 +57,11 @@ class ExtractError(RuntimeError):
 def extract(run: Run, corpus: Corpus) -> dict[str, Any]:
     """Generate and capture all of `corpus` that is not committed yet; returns the stage's summary.
 
-    Ray must be running. Raises ExtractError when more than prompts.max_bad_share of the samples failed.
+    Ray must be running. Raises ExtractError when more than prompts.max_bad_share of the samples failed. ConfigError
+    with features.folder, whose features another extraction took.
     """
+    if run.config.features.folder:
+        raise ConfigError(f"features.folder: {run.config.features.folder!r} is extracted; extract makes features anew")
     start = time.monotonic()
     responses, description = run.responses(corpus.fingerprint)
     responses.describe(description)

@@ -31,6 +31,7 @@ from eagle3_ray.config import (
     PLACEMENT,
     STORED_DTYPES,
     VOCABULARIES,
+    CaptureConfig,
     Config,
     ConfigError,
     HardwareConfig,
@@ -61,12 +62,17 @@ class Run:
         return target_folder(self.config.target)
 
     def responses(self, corpus: str) -> tuple[Units, dict[str, Any]]:
-        """The units of responses to a prepared corpus, and their description."""
+        """The units of responses to a prepared corpus, or those of features.folder, and their description."""
+        if self.config.features.folder:
+            units = Units(self.files, "responses", self.features(corpus)[1]["responses"])
+            return units, units.description()
         description = response_description(self.config, self.target, corpus)
         return Units(self.files, "responses", fingerprint(description)), description
 
     def features(self, corpus: str) -> tuple[Units, dict[str, Any]]:
-        """The units of features taken from those responses, and their description."""
+        """The units of features taken from those responses, or features.folder, and their description."""
+        if self.config.features.folder:
+            return named_features(self.config, self.files)
         responses = fingerprint(response_description(self.config, self.target, corpus))
         version = engine_version(self.config)
         description = capture_description(self.config, self.target, responses, self.spec, version)
@@ -89,6 +95,44 @@ class Run:
 
     def write_json(self, key: str, value: dict[str, Any]) -> None:
         self.files.write(key, json.dumps(value, indent=1).encode())
+
+
+def named_features(config: Config, files: Filesystem) -> tuple[Units, dict[str, Any]]:
+    """The features of features.folder, and their description. ConfigError where they are not there."""
+    folder = str(config.features.folder)
+    try:
+        units = Units(files, "features", folder.removeprefix("features/"))
+        return units, units.description()
+    except StoreError as error:
+        raise ConfigError(f"features.folder: no features at {folder!r}: {error}") from None
+
+
+def _take_over(config: Config, files: Filesystem) -> None:
+    """The description of features.folder takes the place of the settings that would capture them."""
+    _, description = named_features(config, files)
+    asked, boundaries = config.capture.boundaries, description["boundaries"]
+    if asked not in (None, boundaries):
+        raise ConfigError(
+            f"capture.boundaries: {asked}, but features.folder={config.features.folder!r} was captured at {boundaries}"
+        )
+    config.capture = CaptureConfig(boundaries, description["dtype"])
+    config.store.shard_bytes = description["shard_bytes"]  # by which its units were cut
+
+
+def _check_target(config: Config, files: Filesystem, target: dict[str, Any]) -> None:
+    """ConfigError where features.folder was captured of another target."""
+    stored = named_features(config, files)[1]["target"]
+    differ = [
+        f"{group}.{name}"
+        for group in sorted(target)
+        for name in sorted(stored[group].keys() | target[group].keys())
+        if stored[group].get(name) != target[group].get(name)
+    ]
+    if differ:
+        raise ConfigError(
+            f"features.folder: {config.features.folder!r} is of another target than {config.target.path!r}: "
+            f"{', '.join(differ)} differ"
+        )
 
 
 def exported(run: Run, drafter: str) -> dict[str, Any]:
@@ -172,6 +216,8 @@ def open_run(config: Config) -> Run:
     if not Path(config.target.path).expanduser().is_dir():
         config.target.revision = folder.name  # the commit; all nodes and later runs must load the same
     model = text_config(target_config(folder))
+    if config.features.folder:
+        _take_over(config, files)
     spec = capture_spec(config, model)
     check_drafter(config.drafter, model, len(spec.boundaries))
     check_export(config.export, config.drafter, model)
@@ -200,7 +246,10 @@ def open_run(config: Config) -> Run:
             raise ConfigError(
                 f"{name}.max_new_tokens: {new} leaves no room for a prompt in the target's context of {room}"
             )
-    return Run(config, files, model, describe_target(config.target, folder), spec)
+    target = describe_target(config.target, folder)
+    if config.features.folder:
+        _check_target(config, files, target)
+    return Run(config, files, model, target, spec)
 
 
 def _check_format(config: Config, model: dict[str, Any], boundaries: list[int]) -> None:
@@ -286,6 +335,10 @@ def check_values(config: Config) -> None:
     for name, only in (("pp_size", 1), ("enable_two_batch_overlap", False)):  # SGLang captures no layer under these
         if engine_args(config, "capture").get(name, only) != only:
             raise ConfigError(f"{name}: SGLang captures hidden states only with {name}={only}")
+    if config.features.folder and config.features.path:
+        raise ConfigError(
+            f"features.folder: {config.features.folder!r} with features.path={config.features.path!r}; one of the two"
+        )
     if not 0 <= config.prompts.max_bad_share <= 1:
         raise ConfigError(f"prompts.max_bad_share: {config.prompts.max_bad_share} is not between 0 and 1")
     if not 0 < config.train.step_decay <= 1:

@@ -91,11 +91,27 @@ def verify(run: Run, corpus: Corpus, features: Units, drafter: str, anew: bool =
 
 
 def elsewhere(run: Run) -> dict[str, Any]:
-    """What another tool captured (features.path), against the target: no store and no drafter is needed."""
-    hardware, boundaries = run.config.hardware, list(run.spec.boundaries)
-    given = read_dump(Path(str(run.config.features.path)), run.config.verify.samples, len(boundaries))
+    """What another tool captured (features.path), against the target: no features of ours and no drafter are needed.
+
+    The summary is kept in the store, at `summary_path`.
+    """
+    config, hardware, boundaries = run.config, run.config.hardware, list(run.spec.boundaries)
+    given = read_dump(Path(str(config.features.path)), config.verify.samples, boundaries, run.spec.hidden_size)
     takes = {"num_cpus": hardware.cpus_per_actor, "num_gpus": hardware.gpus_per_actor, **actor_options(hardware)}
-    return ray.get(ray.remote(**takes, max_retries=1)(identify).remote(run, given, boundaries))
+    found = ray.get(ray.remote(**takes, max_retries=1)(identify).remote(run, given, boundaries))
+    decides = {
+        "features_path": config.features.path,
+        "target": run.target,
+        "boundaries": boundaries,
+        "engine_version": engine_version(config),
+        "engine_dtype": config.engine.dtype,
+        "verify": dataclasses.asdict(config.verify),
+        **deciding_args(config, "capture"),
+    }
+    key = f"verifications/{fingerprint(decides)}/summary.json"
+    summary = found | {"features_path": config.features.path, "summary_path": run.files.url(key)}
+    run.write_json(key, summary)
+    return summary
 
 
 def watching(run: Run, corpus: Corpus, features: Units, drafter: str) -> Callable[[SGLangEngine, Path], None] | None:

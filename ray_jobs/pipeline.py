@@ -32,6 +32,8 @@ def main(run: Run) -> None:
         raise ConfigError(f"engine.name: the pipeline ends in SGLang; {run.config.engine.name} has single stages only")
     if run.config.drafter.path:
         raise ConfigError("drafter.path: another's drafter is only verified and evaluated, each by its own command")
+    if run.config.features.folder:
+        raise ConfigError("features.folder: the pipeline extracts; train, export, evaluate and verify each work on it")
     seconds: dict[str, float] = {}
 
     def timed(name: str, function: Callable[..., Result], *args: Any) -> Result:

@@ -32,6 +32,8 @@ def say(summary: dict) -> None:
         print(f"  {cause}")
     for warning in summary.get("warnings", []):
         print(f"  warning: {warning}")
+    if "summary_path" in summary:
+        print(f"  {summary['summary_path']}")
 
 
 if __name__ == "__main__":

@@ -73,6 +73,7 @@ FAULTS = [
     ("target.weights=/no/such/folder", "target.weights"),
     ("export.embedding=mine", "export.embedding: 'mine'"),
     ("export.format=gguf", "export.format: 'gguf' is none of sglang, vllm, speculators"),
+    ("features.folder=features/0123456789abcdef", "features.folder: no features at 'features/0123456789abcdef'"),
     ("+engine.args.pp_size=2", "pp_size"),
     ("+engine.args.enable_two_batch_overlap=true", "enable_two_batch_overlap"),
 ]

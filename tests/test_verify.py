@@ -240,6 +240,11 @@ def test_what_another_tool_took_is_told(layout: str, smollm2_case: Case, tmp_pat
     given = [*smollm2_case.settings, f"features.path={tmp_path / 'dump'}", "verify.samples=3"]
     right = command("verify", *given, home=tmp_path / "home")
     assert (right.returncode, "verify: aligned" in right.stdout) == (0, True), right.stdout + right.stderr[-2000:]
+    (summary,) = (tmp_path / "home" / "verifications").glob("*/summary.json")
+    assert str(summary) in right.stdout
+    kept = json.loads(summary.read_text())
+    print(layout, {name: kept[name] for name in ("errors", "floor", "found", "last_hidden")})
+    assert max(kept["errors"]["p95"]) < 3 * max(1e-6, *kept["floor"]["p95"])
     wrong = command("verify", *given, "capture.boundaries=[3,16,28]", home=tmp_path / "home")
     assert wrong.returncode == 1
     assert "the features' boundaries are off by one: 2 lies where 3 is said to, 15 lies where 16" in wrong.stdout

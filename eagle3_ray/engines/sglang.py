@@ -174,17 +174,36 @@ class SGLangEngine(TargetEngine):
     def capture(self, sequences: Sequence[list[int]]) -> list[Captured]:
         """Rows lie in shared memory until the Captured is dropped, at most hardware.capture_bytes of them: a call that
         needs room waits for it, so a caller must drop what it got before it asks for more."""
+        return self._capture(sequences)
+
+    def capture_in_two(self, ids: list[int]) -> Captured:
+        """`capture` of one sequence of two tokens or more, whose second half is computed on the cache of the first: the
+        same rows, by other arithmetic. An engine without a prefix cache computes the second half's rows as ever."""
+        salt, half = uuid.uuid4().hex, len(ids) // 2
+        (first,) = self._capture([ids[:half]], salt)
+        first = Captured(first.aux.clone(), first.last_hidden.clone())  # the rows in shared memory make room
+        (second,) = self._capture([ids], salt)
+        missing = len(ids) - len(second.aux)
+        if missing > half:
+            raise RequestError(f"a capture of {len(ids)} tokens behind {half} came back with {len(second.aux)} rows")
+        return Captured(
+            torch.cat([first.aux[:missing], second.aux]), torch.cat([first.last_hidden[:missing], second.last_hidden])
+        )
+
+    def _capture(self, sequences: Sequence[list[int]], salt: str | None = None) -> list[Captured]:
+        """With a `salt`, what another request of it has cached of a prefix is left out."""
         sizes = [len(ids) * self._row_bytes for ids in sequences]
         self._reserve(sum(sizes))
         rids = [uuid.uuid4().hex for _ in sequences]  # new at each attempt: what a failed one wrote is never read
         captured: list[Captured] = []
         try:
-            futures = [self._submit({"ids": list(ids), "rid": rid}) for ids, rid in zip(sequences, rids, strict=True)]
+            requests = [{"ids": list(ids), "rid": rid} for ids, rid in zip(sequences, rids, strict=True)]
+            futures = [self._submit({**request, "salt": salt or request["rid"]}) for request in requests]
             for future, rid, ids, size in zip(futures, rids, sequences, sizes, strict=True):
                 reason = future.result()
                 if reason["type"] not in ("stop", "length"):
                     raise RequestError(f"aborted: {reason}")
-                captured.append(self._rows(rid, len(ids)))
+                captured.append(self._rows(rid, len(ids), whole=salt is None))
                 weakref.finalize(captured[-1], self._release, size)
         finally:
             for rid in rids[len(captured) :]:
@@ -192,15 +211,16 @@ class SGLangEngine(TargetEngine):
             self._release(sum(sizes[len(captured) :]))
         return captured
 
-    def _rows(self, rid: str, tokens: int) -> Captured:
+    def _rows(self, rid: str, tokens: int, whole: bool) -> Captured:
         """Map the rows of one capture; the file's memory is freed with the tensors."""
         assert self.spec is not None
         path = self.capture_dir / f"{rid}.rows"
-        size, expected = path.stat().st_size if path.exists() else 0, tokens * self._row_bytes
-        if size != expected:
-            raise RequestError(f"a capture of {tokens} tokens came back with {size} bytes, not {expected}")
+        size = path.stat().st_size if path.exists() else 0
+        came, rest = divmod(size, self._row_bytes)
+        if rest or not (tokens if whole else 1) <= came <= tokens:
+            raise RequestError(f"a capture of {tokens} tokens came back with {size} bytes, not {self._row_bytes} each")
         width = self._row_bytes // self.dtype.itemsize
-        rows = torch.from_file(str(path), shared=True, size=tokens * width, dtype=self.dtype).view(tokens, width)
+        rows = torch.from_file(str(path), shared=True, size=came * width, dtype=self.dtype).view(came, width)
         path.unlink()
         split = width - self.spec.hidden_size
         return Captured(aux=rows[:, :split], last_hidden=rows[:, split:])  # [T, A*H], [T, H]

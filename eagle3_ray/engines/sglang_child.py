@@ -162,7 +162,7 @@ async def serve(engine: Any, connection: Connection) -> None:
 
 
 async def respond(engine: Any, connection: Connection, request: dict[str, Any]) -> None:
-    """Answer one request: {number, ids, sampling} generates, {number, ids, rid} captures into <rid>.rows, and
+    """Answer one request: {number, ids, sampling} generates, {number, ids, rid, salt} captures into <rid>.rows, and
     {number, ids} alone asks for the likeliest token after each. With a `salt`, only requests of the same one share
     what is cached of a prefix."""
     from fastapi import HTTPException
@@ -178,7 +178,7 @@ async def respond(engine: Any, connection: Connection, request: dict[str, Any]) 
                 sampling_params={"temperature": 0.0, "max_new_tokens": 0},
                 return_hidden_states=True,
                 rid=request["rid"],
-                cache_salt=request["rid"],  # a prefix-cache hit would bring no rows; a salt of its own never hits
+                cache_salt=request["salt"],  # a prefix-cache hit would bring no rows; a salt of its own never hits
             )
             answer = output["meta_info"]["finish_reason"]
         else:
