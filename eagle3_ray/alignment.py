@@ -66,7 +66,7 @@ def shifted(served: Tensor, trained: Tensor) -> dict[int, float]:
 
 
 def judge(measured: dict[str, Any]) -> list[str]:
-    """Every cause of misalignment in words; none means aligned. `measured` is what `verify.measure` returns."""
+    """Every cause of misalignment in words; none means aligned. `measured` is what `proof.measure` returns."""
     if "failed" in measured:
         return [*measured["drafter_faults"], f"the serving engine failed: {measured['failed']}"]
     causes = [*measured["drafter_faults"], *_in_force(measured), *_beside(measured), *_samples(measured)]

@@ -305,14 +305,14 @@ def _read(file: Path, hidden: int) -> Taken:
         tensors = {name: value for name, value in data.items() if isinstance(value, Tensor)}
     except Exception as error:
         raise ConfigError(f"features.path: {file} cannot be read as tensors alone: {error}") from None
-    normed = "token_ids" not in tensors
+    normed, last = "token_ids" not in tensors, tensors.get("last_hidden")
     if "aux_hidden_state" in tensors:  # SpecForge
         ids, aux, last = tensors["input_ids"], tensors["aux_hidden_state"][0], tensors["hidden_state"][0]
     elif not normed:  # speculators
         states = tensors["hidden_states"]  # [T, A+1, H]
         ids, aux, last = tensors["token_ids"], states[:, :-1].flatten(1), states[:, -1]
     elif "aux" in tensors and "input_ids" in tensors:
-        ids, aux, last = tensors["input_ids"], tensors["aux"], tensors.get("last_hidden")
+        ids, aux = tensors["input_ids"], tensors["aux"]
     else:
         raise ConfigError(f"features.path: {file} holds {sorted(tensors)}, which is no layout that is known here")
     return _taken(file, ids.flatten().long(), aux, last, normed, hidden)

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from eagle3_ray.card import publish_card
 from eagle3_ray.config import ConfigError
+from eagle3_ray.engines.base import EngineError
 from eagle3_ray.evaluate import evaluate, heldout
 from eagle3_ray.export import export
 from eagle3_ray.extract import extract, extracted
@@ -51,7 +52,12 @@ def main(run: Run) -> None:
         timed("train", train_drafter, run.config, features, features.description(), drafter)
         exported = timed("export", export, run, features, drafter)
         watch = watching(run, corpus, features, drafter)
-        evaluation = timed("evaluate", evaluate, run, prompts, drafter, watch)
+        try:
+            evaluation = timed("evaluate", evaluate, run, prompts, drafter, watch)
+        except EngineError:  # of a drafter that cannot be served: verify says why
+            if watch:
+                say_verified(verify(run, corpus, features, drafter))
+            raise
         verification = timed("verify", verify, run, corpus, features, drafter) if run.config.verify.samples else None
     if verification:
         say_verified(verification)  # first: nothing that fails from here on shall hide it

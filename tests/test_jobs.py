@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from eagle3_ray.engines.base import EngineError
 from ray_jobs import evaluate as evaluate_job
 from ray_jobs import pipeline
 
@@ -80,14 +81,15 @@ def test_float32_answers_that_differ_end_the_evaluation_with_one(
 def a_run() -> Any:
     engine, drafter = SimpleNamespace(name="sglang"), SimpleNamespace(path=None)
     config = SimpleNamespace(engine=engine, drafter=drafter, prompts=None, cluster=None, train=None)
-    config.verify = SimpleNamespace(samples=2)
+    config.verify, config.features = SimpleNamespace(samples=2), SimpleNamespace(folder=None)
     return SimpleNamespace(config=config, features=lambda _: ("features", {}), drafter=lambda _: "drafters/d")
 
 
 def piped(monkeypatch: pytest.MonkeyPatch, verdict: str, **told: Any) -> None:
     """The pipeline with every stage made up."""
-    for name in ("prepare", "heldout", "extract", "train_drafter", "export", "watching", "publish_card", "report"):
+    for name in ("prepare", "heldout", "extract", "train_drafter", "export", "publish_card", "report"):
         monkeypatch.setattr(pipeline, name, lambda *_: None)
+    monkeypatch.setattr(pipeline, "watching", lambda *_: lambda *_: None)
     features = SimpleNamespace(description=lambda: {})
     causes = [] if verdict == "aligned" else ["layer ids are off by one"]
     monkeypatch.setattr(pipeline, "cluster", lambda _: nullcontext())
@@ -128,5 +130,19 @@ def test_a_report_that_fails_does_not_hide_the_causes(
 
     monkeypatch.setattr(pipeline, "report", fails)
     with pytest.raises(RuntimeError, match="a page"):
+        pipeline.main(a_run())
+    assert "verify: misaligned\n  layer ids are off by one" in capsys.readouterr().out
+
+
+def test_a_drafter_that_cannot_be_served_is_verified_none_the_less(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    piped(monkeypatch, "misaligned")
+
+    def dies(*_: Any) -> None:
+        raise EngineError("the engine did not start")
+
+    monkeypatch.setattr(pipeline, "evaluate", dies)
+    with pytest.raises(EngineError, match="did not start"):
         pipeline.main(a_run())
     assert "verify: misaligned\n  layer ids are off by one" in capsys.readouterr().out

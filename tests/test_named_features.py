@@ -14,10 +14,10 @@ from stores import sample
 from eagle3_ray.config import ConfigError
 from eagle3_ray.extract import ExtractError, extract, extracted
 from eagle3_ray.prepare import Corpus, prepare
+from eagle3_ray.proof import choose, differing
 from eagle3_ray.run import Run, open_run
 from eagle3_ray.store.filesystem import StoreError
 from eagle3_ray.store.shards import Response, write_features, write_responses
-from eagle3_ray.verify import choose, differing
 
 
 @pytest.fixture

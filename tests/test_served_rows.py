@@ -15,8 +15,8 @@ from eagle3_ray.engines import sglang_served
 from eagle3_ray.engines.base import Response
 from eagle3_ray.engines.sglang_plugin import WATCH_VARIABLE
 from eagle3_ray.engines.sglang_served import WATCHED, Watched, accepted_rows, drafts, forward_pass, prompt_rows, read
+from eagle3_ray.proof import as_stored, beside, compare
 from eagle3_ray.store.shards import Features
-from eagle3_ray.verify import _as_stored, beside, compare
 
 X = list(range(100, 120))  # one sequence; the state of x_q is filled with q
 REQUESTS = [SimpleNamespace(rid=rid, output_ids=[X[6]]) for rid in ("someone else's", f"{WATCHED}a")]
@@ -143,7 +143,7 @@ def test_a_verify_step_is_held_against_the_store_and_then_against_the_same_answe
 
     stored, said = X[:8], [*X[:6], 1, 2, 3]  # the answer, from token 4 on, leaves the stored one at token 6
     sample = Features("a", torch.tensor(stored), torch.zeros(8), states(range(8)), torch.empty(0, 4), torch.empty(0))
-    kept = partial(_as_stored, dtype="float32", boundaries=1)
+    kept = partial(as_stored, dtype="float32", boundaries=1)
     whole, again = watched([*stored, 0], 8), watched([*stored, 0], 8)
     answer, other = Response(said[4:8], "length", {}), watched([*said[:7], 9, 9], 4)
     given = [(0, X[:4])], kept, [whole], [again], [(answer, watched(said, 4))], [(answer, other)]

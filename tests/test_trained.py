@@ -23,11 +23,12 @@ from eagle3_ray.drafter.shape import drafter_config
 from eagle3_ray.drafter.target import TargetPieces
 from eagle3_ray.drafter.trained import Trained, folder_faults, folder_warnings, in_force_faults
 from eagle3_ray.prepare import Prompt
+from eagle3_ray.proof import choose, cut, sample_faults
 from eagle3_ray.run import Run, exported
 from eagle3_ray.store.filesystem import Filesystem
 from eagle3_ray.store.shards import Features, target_rows
 from eagle3_ray.train.trainer import train_drafter
-from eagle3_ray.verify import choose, cut, sample_faults, verification_key, verify, watching
+from eagle3_ray.verify import verification_key, verify, watching
 
 TARGET = {"hidden_size": 32, "intermediate_size": 48, "vocab_size": 64, "num_attention_heads": 2, "head_dim": 16}
 TARGET |= {"num_key_value_heads": 1, "max_position_embeddings": 128, "rope_theta": 1e4, "rms_norm_eps": 1e-5}
