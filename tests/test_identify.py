@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 
 from eagle3_ray import identify as identification
 from eagle3_ray.config import ConfigError, FeaturesConfig, VerifyConfig
+from eagle3_ray.drafter.target import load_norm
 from eagle3_ray.engines.base import Captured, EngineError
 from eagle3_ray.engines.sglang import SGLangEngine
 from eagle3_ray.engines.transformers import TransformersEngine
@@ -279,15 +280,17 @@ def test_the_last_hidden_state_is_held_to_its_noise_too(by_hand: type[ByHand], r
 def test_a_state_before_the_norm_may_have_lost_its_scale(by_hand: type[ByHand], exact: Run) -> None:
     run = dataclasses.replace(exact, model=exact.model | {"rms_norm_eps": 1e-5})
     by_hand.own = OWN.clone()
-    by_hand.own[:, 7] = last = torch.nn.functional.rms_norm(30 * OWN[:, 7], [WIDE], eps=1e-5)
+    unscaled = torch.nn.functional.rms_norm(30 * OWN[:, 7], [WIDE], eps=1e-5)
+    by_hand.own[:, 7] = unscaled * load_norm(run.config.target).float()
 
     def causes(states: torch.Tensor) -> list[str]:
         taken = Taken("a", torch.arange(T), OWN[:, AT], states, normed=False, dtype="float32")
         return identify(run, [taken], AT)["causes"]
 
     assert causes(30 * OWN[:, 7]) == []
-    assert causes(last) == []  # normed once more it is 5e-6 away
-    assert "the last hidden state by 0.001 (median), 100.0 times the noise of 1e-05" in causes(off(last, 1e-3))[0]
+    assert causes(unscaled) == []  # normed once more it is 5e-6 away
+    (cause,) = causes(off(unscaled, 1e-3))
+    assert "the last hidden state by 0.00097 (median), 97" in cause and "times the noise of 1e-05" in cause
 
 
 def test_the_target_is_loaded_once_whichever_boundaries_its_class_captures(
