@@ -96,8 +96,8 @@ def submit(tmp_path_factory: pytest.TempPathFactory) -> Iterator:
 
 
 def wait_for_jobs(address: str) -> None:
-    """Until the head takes a job: its dashboard is up before its agent is."""
-    for attempt in Retrying(stop=stop_after_delay(180), wait=wait_fixed(1), reraise=True):
+    """Until the head takes a job: its dashboard is up before its agent is, by minutes where other tests run beside."""
+    for attempt in Retrying(stop=stop_after_delay(600), wait=wait_fixed(1), reraise=True):
         with attempt:
             JobSubmissionClient(address).submit_job(entrypoint="true")
 
