@@ -330,7 +330,8 @@ def _taken(file: Path, ids: Tensor, aux: Tensor, last: Tensor | None, normed: bo
     dtype = str(aux.dtype).removeprefix("torch.").removesuffix("fn")
     if dtype not in LEAST_FLOOR:
         raise ConfigError(f"features.path: {file} has states in {dtype}, not in one of {', '.join(LEAST_FLOOR)}")
-    aux, last = aux.float(), None if last is None else last.float()
-    if not all(bool(of.isfinite().all()) for of in (aux, last) if of is not None):
+    taken = Taken(file.name, ids, aux.float().unflatten(1, (-1, hidden)), None, normed, dtype)
+    taken.last = None if last is None else last.float()
+    if not all(bool(of.isfinite().all()) for of in (taken.states, taken.last) if of is not None):
         raise ConfigError(f"features.path: {file} has states that are not finite numbers")
-    return Taken(file.name, ids, aux.unflatten(1, (-1, hidden)), last, normed, dtype)
+    return taken
