@@ -306,6 +306,7 @@ def _read(file: Path, hidden: int) -> Taken:
     except Exception as error:
         raise ConfigError(f"features.path: {file} cannot be read as tensors alone: {error}") from None
     normed = "token_ids" not in tensors
+    last: Tensor | None
     if "aux_hidden_state" in tensors:  # SpecForge
         ids, aux, last = tensors["input_ids"], tensors["aux_hidden_state"][0], tensors["hidden_state"][0]
     elif not normed:  # speculators
