@@ -1,7 +1,8 @@
 """Planted faults are called by their names, and clean drafters pass, on the real SGLang that serves them.
 
-A family's store is made once; each case is a copy of it, damaged by plant_fault.py in a process of its own, and the
-command sees only what lies there.
+A family's store is made once; each case is a copy of it, damaged by plant_fault.py in a process of its own, and
+`verify` sees only what lies there. All share one Ray, as their engines' starts take long enough; the command itself is
+run in the first case and on other tools' states.
 """
 
 from __future__ import annotations
@@ -10,16 +11,26 @@ import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, compose
 from safetensors.torch import load_file, save_file
 from test_cli import command
 from tiny_targets import tiny_deepseek_v3, tiny_kimi_k25, tiny_qwen3
+
+from eagle3_ray.config import ClusterConfig
+from eagle3_ray.export import export
+from eagle3_ray.extract import extract, extracted
+from eagle3_ray.prepare import prepare
+from eagle3_ray.run import Run, open_run
+from eagle3_ray.train.trainer import train_drafter
+from eagle3_ray.verify import verify
+from ray_jobs.cluster import cluster
 
 PROMPTS = ["Name a colour.", "What is two plus three?", "Write one line on rain.", "Who sings best?", "Say no.", "Why?"]
 SMALL = ["prompts.unit_size=6", "sampling.max_new_tokens=24", "hardware.num_actors=1", "cluster.num_cpus=2"]
@@ -70,13 +81,14 @@ class Case:
     target: Path
     settings: list[str]
 
-    def verify(self, home: Path, *more: str) -> tuple[int, dict[str, Any]]:
-        ended = command("verify", *self.settings, *more, home=home)
-        found = sorted(home.glob("drafters/*/verifications/*/summary.json"), key=lambda path: path.stat().st_mtime_ns)
-        assert found, ended.stderr[-4000:]
-        summary = json.loads(found[-1].read_text())  # one for each state of the exported files
-        assert f"verify: {summary['verdict']}" in ended.stdout
-        return ended.returncode, summary
+    def opened(self, home: Path, *more: str) -> Run:
+        return open_run(compose(*self.settings, *more, f"store.root={home}"))
+
+    def verify(self, home: Path, *more: str) -> dict[str, Any]:
+        run = self.opened(home, *more)
+        corpus = prepare(run, run.config.prompts)
+        features, _ = run.features(corpus.fingerprint)
+        return verify(run, corpus, features, run.drafter(features), anew=True)
 
     def damaged(self, fault: str, home: Path) -> Path:
         shutil.copytree(self.home, home)
@@ -89,10 +101,21 @@ class Case:
 def make(folder: Path, target: Path, *settings: str) -> Case:
     (folder / "p.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS))
     given = [f"target.path={target}", f"prompts.source={folder}/p.jsonl", *SMALL, *settings]
-    for stage in ("extract", "train", "export"):
-        ended = command(stage, *given, home=folder / "home")
-        assert ended.returncode == 0, ended.stderr[-4000:]
-    return Case(folder / "home", target, given)
+    case = Case(folder / "home", target, given)
+    run = case.opened(case.home)
+    corpus = prepare(run, run.config.prompts)
+    extract(run, corpus)
+    features, _ = extracted(run, corpus)
+    drafter = run.drafter(features)
+    train_drafter(run.config, features, features.description(), drafter)
+    export(run, features, drafter)
+    return case
+
+
+@pytest.fixture(scope="module", autouse=True)
+def shared_ray() -> Iterator[None]:
+    with cluster(ClusterConfig(num_cpus=2)):
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -116,8 +139,8 @@ def tiny(family: str, folder: Path, smollm2: Path, *settings: str) -> Case:
     return make(folder, target, "capture.boundaries=[2,4,6]", *settings)
 
 
-def assert_aligned(code: int, summary: dict[str, Any], limit: float) -> None:
-    assert (code, summary["verdict"], summary["causes"]) == (0, "aligned", [])
+def assert_aligned(summary: dict[str, Any], limit: float) -> None:
+    assert (summary["verdict"], summary["causes"]) == ("aligned", [])
     assert [min(range(3), key=row.__getitem__) for row in summary["matrix"]] == [0, 1, 2]
     for kind in ("prompt", "verify"):
         assert summary["rows"][kind] > 30
@@ -129,11 +152,23 @@ def assert_aligned(code: int, summary: dict[str, Any], limit: float) -> None:
 @pytest.mark.engine
 @pytest.mark.full
 def test_a_clean_drafter_is_aligned(smollm2_case: Case, tmp_path: Path) -> None:
-    shutil.copytree(smollm2_case.home, tmp_path / "home")
-    assert_aligned(*smollm2_case.verify(tmp_path / "home"), 1e-4)
-    (config,) = (tmp_path / "home").glob("drafters/*/export/config.json")
+    home = shutil.copytree(smollm2_case.home, tmp_path / "home")
+
+    def commanded() -> tuple[int, dict[str, Any]]:
+        ended = command("verify", *smollm2_case.settings, home=home)
+        found = sorted(home.glob("drafters/*/verifications/*/summary.json"), key=lambda path: path.stat().st_mtime_ns)
+        assert found, ended.stderr[-4000:]
+        summary = json.loads(found[-1].read_text())  # one for each state of the exported files
+        assert f"verify: {summary['verdict']}" in ended.stdout
+        assert all(cause in ended.stdout for cause in summary["causes"])
+        return ended.returncode, summary
+
+    code, summary = commanded()
+    assert code == 0
+    assert_aligned(summary, 1e-4)
+    (config,) = home.glob("drafters/*/export/config.json")
     config.write_text(config.read_text().replace("100000.0", "10000.0"))  # RoPE's theta: an old verdict is no proof
-    code, summary = smollm2_case.verify(tmp_path / "home")
+    code, summary = commanded()
     assert (code, summary["verdict"]) == (1, "misaligned")
 
 
@@ -141,9 +176,9 @@ def test_a_clean_drafter_is_aligned(smollm2_case: Case, tmp_path: Path) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("fault", SMOLLM2)
 def test_a_planted_fault_is_called_by_its_name(fault: str, smollm2_case: Case, tmp_path: Path) -> None:
-    code, summary = smollm2_case.verify(smollm2_case.damaged(fault, tmp_path / "home"))
+    summary = smollm2_case.verify(smollm2_case.damaged(fault, tmp_path / "home"))
     print(fault, summary["causes"])
-    assert (code, summary["verdict"]) == (1, "misaligned")
+    assert summary["verdict"] == "misaligned"
     words = SMOLLM2[fault]
     for said in [words] if isinstance(words, str) else words:
         assert any(said in cause for cause in summary["causes"]), summary["causes"]
@@ -155,8 +190,8 @@ def test_a_planted_fault_is_called_by_its_name(fault: str, smollm2_case: Case, t
 @pytest.mark.full
 def test_eagle_in_place_of_eagle3_is_called_by_its_name(smollm2_case: Case, tmp_path: Path) -> None:
     shutil.copytree(smollm2_case.home, tmp_path / "home")
-    code, summary = smollm2_case.verify(tmp_path / "home", *EAGLE)
-    assert code == 1
+    summary = smollm2_case.verify(tmp_path / "home", *EAGLE)
+    assert summary["verdict"] == "misaligned"
     assert "speculative_algorithm is EAGLE, not EAGLE3: the drafter gets 576 numbers a token" in summary["causes"][0]
 
 
@@ -164,8 +199,8 @@ def test_eagle_in_place_of_eagle3_is_called_by_its_name(smollm2_case: Case, tmp_
 @pytest.mark.full
 def test_fp16_in_force_is_called_by_its_name(smollm2_case: Case, tmp_path: Path) -> None:
     shutil.copytree(smollm2_case.home, tmp_path / "home")
-    code, summary = smollm2_case.verify(tmp_path / "home", *HALF)
-    assert code == 1
+    summary = smollm2_case.verify(tmp_path / "home", *HALF)
+    assert summary["verdict"] == "misaligned"
     for whose in ("target", "drafter"):
         assert f"the {whose} is served in float16, and float32 is what was trained for" in summary["causes"]
 
@@ -173,8 +208,8 @@ def test_fp16_in_force_is_called_by_its_name(smollm2_case: Case, tmp_path: Path)
 @pytest.mark.engine
 @pytest.mark.full
 def test_a_random_embedding_does_no_harm_where_sglang_serves_the_target_s(smollm2_case: Case, tmp_path: Path) -> None:
-    code, summary = smollm2_case.verify(smollm2_case.damaged("random embedding", tmp_path / "home"))
-    assert (code, summary["verdict"], summary["causes"]) == (0, "aligned", [])
+    summary = smollm2_case.verify(smollm2_case.damaged("random embedding", tmp_path / "home"))
+    assert (summary["verdict"], summary["causes"]) == ("aligned", [])
     assert "embed_tokens.weight in the file is not the target's" in summary["warnings"][0]
 
 
@@ -183,9 +218,9 @@ def test_a_random_embedding_does_no_harm_where_sglang_serves_the_target_s(smollm
 def test_a_random_embedding_is_called_by_its_name_where_it_is_served(tmp_path: Path, smollm2: Path) -> None:
     case = tiny("qwen3", tmp_path, smollm2, *OWN_WIDTH)
     shutil.copytree(case.home, tmp_path / "clean")
-    assert_aligned(*case.verify(tmp_path / "clean"), 1e-4)
-    code, summary = case.verify(case.damaged("random embedding", tmp_path / "random"))
-    assert code == 1
+    assert_aligned(case.verify(tmp_path / "clean"), 1e-4)
+    summary = case.verify(case.damaged("random embedding", tmp_path / "random"))
+    assert summary["verdict"] == "misaligned"
     assert summary["causes"][:2] == [
         "embed_tokens.weight holds other values than were trained",
         "the drafter's embedding in force is not the one it was trained with",
@@ -197,13 +232,13 @@ def test_a_random_embedding_is_called_by_its_name_where_it_is_served(tmp_path: P
 def test_in_bfloat16_a_clean_drafter_is_aligned_within_its_own_noise(smollm2: Path, tmp_path: Path) -> None:
     case = make(tmp_path, smollm2, *BF16)
     shutil.copytree(case.home, tmp_path / "clean")
-    assert_aligned(*case.verify(tmp_path / "clean"), 0.05)
-    code, summary = case.verify(case.damaged("weights in half precision", tmp_path / "half"))
-    assert code == 1
+    assert_aligned(case.verify(tmp_path / "clean"), 0.05)
+    summary = case.verify(case.damaged("weights in half precision", tmp_path / "half"))
+    assert summary["verdict"] == "misaligned"
     assert "is stored in float16, exported was bfloat16" in summary["causes"][0]
     shutil.copytree(case.home, tmp_path / "served in half")
-    code, summary = case.verify(tmp_path / "served in half", *HALF)
-    assert code == 1
+    summary = case.verify(tmp_path / "served in half", *HALF)
+    assert summary["verdict"] == "misaligned"
     assert "the drafter is served in float16, and bfloat16 is what was trained for" in summary["causes"]
 
 
@@ -212,8 +247,8 @@ def test_in_bfloat16_a_clean_drafter_is_aligned_within_its_own_noise(smollm2: Pa
 def test_answers_that_were_sampled_are_no_hindrance(smollm2: Path, tmp_path: Path) -> None:
     """The greedy answers of the proof leave the stored ones at once, which are no longer there to compare with."""
     case = tiny("qwen3", tmp_path, smollm2, "sampling.temperature=1.0")
-    code, summary = case.verify(case.home)
-    assert_aligned(code, summary, 1e-4)
+    summary = case.verify(case.home)
+    assert_aligned(summary, 1e-4)
     assert summary["rows"]["verify_stored"] < summary["rows"]["verify"]
 
 
@@ -221,11 +256,11 @@ def test_answers_that_were_sampled_are_no_hindrance(smollm2: Path, tmp_path: Pat
 @pytest.mark.full
 def test_other_targets_are_verified_too(tiny_case: Case, tmp_path: Path) -> None:
     shutil.copytree(tiny_case.home, tmp_path / "clean")
-    assert_aligned(*tiny_case.verify(tmp_path / "clean"), 1e-4)
+    assert_aligned(tiny_case.verify(tmp_path / "clean"), 1e-4)
     latent = json.loads((tiny_case.target / "config.json").read_text())["model_type"] != "qwen3"
     for number, (fault, words) in enumerate((LATENT if latent else TINY).items()):
-        code, summary = tiny_case.verify(tiny_case.damaged(fault, tmp_path / str(number)))
-        assert code == 1
+        summary = tiny_case.verify(tiny_case.damaged(fault, tmp_path / str(number)))
+        assert summary["verdict"] == "misaligned"
         assert any(words in cause for cause in summary["causes"]), (fault, summary["causes"])
 
 
@@ -259,13 +294,13 @@ def test_another_ones_drafter_is_verified_in_its_own_folder(tiny_case: Case, tmp
     shutil.copytree(export, tmp_path / "theirs")
     shutil.copytree(tiny_case.home, tmp_path / "home")
     shutil.rmtree(tmp_path / "home" / "drafters")  # what training left is not there to be compared with
-    assert_aligned(*tiny_case.verify(tmp_path / "home", f"drafter.path={tmp_path / 'theirs'}"), 1e-4)
+    assert_aligned(tiny_case.verify(tmp_path / "home", f"drafter.path={tmp_path / 'theirs'}"), 1e-4)
     config = json.loads((tmp_path / "theirs" / "config.json").read_text())
     config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] = [2, 4, 6]
     (tmp_path / "theirs" / "config.json").write_text(json.dumps(config))
     shutil.rmtree(tmp_path / "home" / "drafters")
-    code, summary = tiny_case.verify(tmp_path / "home", f"drafter.path={tmp_path / 'theirs'}")
-    assert code == 1
+    summary = tiny_case.verify(tmp_path / "home", f"drafter.path={tmp_path / 'theirs'}")
+    assert summary["verdict"] == "misaligned"
     assert "layer ids are off by one: boundary 3 where 2 was trained" in summary["causes"][0]
 
 
@@ -287,4 +322,4 @@ def test_another_ones_drafter_has_a_shape_of_its_own(
     (theirs / "config.json").write_text(json.dumps(config))
     save_file(weights, theirs / "model.safetensors")
     default = replace(case, settings=[setting for setting in case.settings if setting not in shape])
-    assert_aligned(*default.verify(case.home, f"drafter.path={theirs}"), 1e-4)
+    assert_aligned(default.verify(case.home, f"drafter.path={theirs}"), 1e-4)
