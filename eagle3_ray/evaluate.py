@@ -2,7 +2,7 @@
 
 The same prompts are answered by the target alone: under greedy decoding in fp32 every answer must be the same, token by
 token. Beside what was served stands what a walk says without serving (`train/simulate.py`): over training's held-out
-samples, and, with evaluate.simulate, over the very answers of the target alone. `figures.py` sets all of it side by side.
+samples, and, with evaluate.simulate, over the very answers of the target alone. `figures.py` sets them side by side.
 
 An engine answers all suites, one after the other. Other draftings (evaluate.sweep) and other drafters
 (evaluate.drafters) get engines of their own; the target alone answers once for all of them.
