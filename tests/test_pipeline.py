@@ -28,7 +28,7 @@ SMALL = [
     "evaluate.limit=6",
     "evaluate.max_new_tokens=40",
     "hardware.num_actors=1",
-    "capture.boundaries=[2,15,27]",
+    "capture.boundaries=[2,4,6]",
     "train.steps=0",
     "verify.samples=2",
     "run=job",
@@ -103,17 +103,23 @@ def wait_for_jobs(address: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def summary(submit, smollm2: Path) -> dict:
+def small(tiny_llama_folder: Path) -> list[str]:
+    """The demo trains on SmolLM2 itself."""
+    return [*SMALL, f"target.path={tiny_llama_folder}"]
+
+
+@pytest.fixture(scope="module")
+def summary(submit, small: list[str]) -> dict:
     """The pipeline's summary; its drafter had no training step."""
-    ended = submit("pipeline", *SMALL)
+    ended = submit("pipeline", *small)
     assert ended.returncode == 0, ended.stdout[-6000:] + ended.stderr[-2000:]
     return json.loads((submit.store / "runs" / "job" / "summary.json").read_text())
 
 
 def test_the_summary_says_what_was_done(summary: dict, submit) -> None:
     assert (summary["samples"], summary["prompts"], summary["failed"]) == (9, 9, 0)
-    assert summary["boundaries"] == [2, 15, 27]
-    assert summary["layer_ids"] == [1, 14, 26]
+    assert summary["boundaries"] == [2, 4, 6]
+    assert summary["layer_ids"] == [1, 3, 5]
     assert summary["heldout"] == 6
     assert summary["completion_tokens"] == sum(row["completion_tokens"] for row in summary["by_domain"].values())
     assert set(summary["seconds"]) == {"prepare", "extract", "train", "export", "evaluate", "verify", "total"}
@@ -146,7 +152,7 @@ def test_greedy_answers_are_the_same_with_and_without_speculation(summary: dict)
 def test_training_features_are_the_serving_features(summary: dict, submit) -> None:
     found = summary["verification"]
     assert (found["verdict"], found["causes"], found["samples"]) == ("aligned", [], 2)
-    assert found["trained"] == found["facts"]["layers_to_capture"] == [2, 15, 27]
+    assert found["trained"] == found["facts"]["layers_to_capture"] == [2, 4, 6]
     assert [min(range(3), key=row.__getitem__) for row in found["matrix"]] == [0, 1, 2]
     for kind in ("prompt", "verify"):
         assert found["rows"][kind] > 20
@@ -182,25 +188,25 @@ def test_the_exported_drafter_names_the_captured_layers(summary: dict) -> None:
     folder = Path(summary["drafter_path"])
     config = json.loads((folder / "config.json").read_text())
     assert config["architectures"] == ["LlamaForCausalLMEagle3"]
-    assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [1, 14, 26]
+    assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [1, 3, 5]
     assert load(folder).config.draft_vocab_size == 4096
 
 
-def test_a_second_run_repeats_nothing(summary: dict, submit) -> None:
+def test_a_second_run_repeats_nothing(summary: dict, submit, small: list[str]) -> None:
     def written() -> dict[Path, int]:
         kinds = ("prompts", "responses", "features", "drafters")
         files = (path for kind in kinds for path in (submit.store / kind).rglob("*") if path.is_file())
         return {path: path.stat().st_mtime_ns for path in files}
 
     before = written()
-    ended = submit("pipeline", *SMALL)
+    ended = submit("pipeline", *small)
     assert ended.returncode == 0, ended.stdout[-6000:]
     assert written() == before
     again = json.loads((submit.store / "runs" / "job" / "summary.json").read_text())
     assert again | {"seconds": None} == summary | {"seconds": None}
 
 
-def test_a_faulty_job_ends_before_any_engine(submit, smollm2: Path) -> None:
-    ended = submit("extract", *SMALL, "capture.boundaries=[2,15,30]")
+def test_a_faulty_job_ends_before_any_engine(submit, small: list[str]) -> None:
+    ended = submit("extract", *small, "capture.boundaries=[2,4,8]")
     assert ended.returncode != 0
-    assert "capture.boundaries: 30 is outside the target" in ended.stdout + ended.stderr
+    assert "capture.boundaries: 8 is outside the target" in ended.stdout + ended.stderr
