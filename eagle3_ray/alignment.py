@@ -166,22 +166,37 @@ def _unlike(name: int, error: float, other: float) -> str:
 
 def _beyond_noise(measured: dict[str, Any]) -> list[str]:
     """Where the order is right, but the values are not."""
-    least = LEAST_FLOOR[measured["precision"]]
     prompt, verify = measured["floor"]["prompt"], measured["floor"]["verify"]
     causes = []
     for kind, noises in (("prompt", [prompt]), ("verify", [prompt, verify])):
-        for at, errors in measured["errors"][kind].items():
-            floors = [max([least, *(noise[at][i] for noise in noises if noise)]) for i in range(len(errors))]
-            beyond = [i for i, floor in enumerate(floors) if not errors[i] <= TIMES_FLOOR * floor]
-            if beyond:
-                worst = max(beyond, key=lambda i: errors[i] / floors[i])
-                causes.append(
-                    f"values differ beyond the noise: boundary {measured['trained'][worst]} of {kind} rows by "
-                    f"{errors[worst]:.2g} ({at}), {errors[worst] / floors[worst]:.1f} times the noise of "
-                    f"{floors[worst]:.2g}; settings that differ: {measured['settings'] or 'none'}"
-                )
-                break
-    return causes or _single_samples(measured, max([least, *prompt.get("p95", [])]))
+        names = [f"boundary {name} of {kind} rows" for name in measured["trained"]]
+        floor = {
+            at: [max(0.0, *noise) for noise in zip(*(noise[at] for noise in noises if noise), strict=True)]
+            for at in measured["errors"][kind]
+        }
+        causes += beyond_noise(names, measured["errors"][kind], floor, measured["precision"])
+    if causes:
+        return [f"{cause}; settings that differ: {measured['settings'] or 'none'}" for cause in causes]
+    return _single_samples(measured, max([LEAST_FLOOR[measured["precision"]], *prompt.get("p95", [])]))
+
+
+def beyond_noise(
+    names: list[str], errors: dict[str, list[float]], floor: dict[str, list[float]], precision: str
+) -> list[str]:
+    """The worst of `names` if its error is more than TIMES_FLOOR times the noise, at the median or else at p95.
+
+    `errors` and `floor` are those of `spread`; noise counts as LEAST_FLOOR of `precision` at least.
+    """
+    for at, values in errors.items():
+        floors = [max(LEAST_FLOOR[precision], noise) for noise in floor[at] or [0.0] * len(values)]
+        beyond = [i for i in range(len(values)) if not values[i] <= TIMES_FLOOR * floors[i]]  # so that NaN is
+        if beyond:
+            worst = max(beyond, key=lambda i: values[i] / floors[i])
+            return [
+                f"values differ beyond the noise: {names[worst]} by {values[worst]:.2g} ({at}), "
+                f"{values[worst] / floors[worst]:.1f} times the noise of {floors[worst]:.2g} in {precision}"
+            ]
+    return []
 
 
 def _single_samples(measured: dict[str, Any], floor: float) -> list[str]:

@@ -22,7 +22,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from eagle3_ray.alignment import LEAST_FLOOR, MARGIN, NEAR, TIMES_FLOOR, relative_errors, shifted, spread
+from eagle3_ray.alignment import LEAST_FLOOR, MARGIN, NEAR, beyond_noise, relative_errors, shifted, spread
 from eagle3_ray.config import ConfigError
 from eagle3_ray.drafter.target import load_norm
 from eagle3_ray.engines.base import EngineError
@@ -208,24 +208,6 @@ def _values(
                 f"{other['error']:.2g} away, less than {MARGIN:g} times as far"
             )
     return causes
-
-
-def beyond_noise(
-    names: list[str], errors: dict[str, list[float]], floor: dict[str, list[float]], precision: str
-) -> list[str]:
-    """The worst of `names` if its error is more than TIMES_FLOOR times the noise, at the median or else at p95.
-
-    `errors` and `floor` are those of `alignment.spread`; noise counts as LEAST_FLOOR of `precision` at least.
-    """
-    for at, values in errors.items():
-        floors = [max(LEAST_FLOOR[precision], noise) for noise in floor[at]]
-        worst = max(range(len(values)), key=lambda i: values[i] / floors[i])
-        if values[worst] > TIMES_FLOOR * floors[worst]:
-            return [
-                f"values differ beyond the noise: {names[worst]} by {values[worst]:.2g} ({at}), "
-                f"{values[worst] / floors[worst]:.1f} times the noise of {floors[worst]:.2g} in {precision}"
-            ]
-    return []
 
 
 # ---------------------------------------------------------------- the last hidden state
