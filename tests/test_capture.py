@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import compose
+from conftest import ROOT, compose
 
 from eagle3_ray.capture import (
     capture_spec,
@@ -232,3 +232,9 @@ for module in pkgutil.walk_packages(eagle3_ray.__path__, "eagle3_ray."):
     importlib.import_module(module.name)
 """
     subprocess.run([sys.executable, "-c", code], check=True, env={"PATH": "", "CUDA_VISIBLE_DEVICES": ""})
+
+
+def test_extraction_starts_without_transformers_models() -> None:
+    """They cost the driver and each actor seconds of every start, and a restart after a death is one."""
+    code = "import sys, ray_jobs.extract; assert 'transformers' not in sys.modules and 'sglang' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)

@@ -11,16 +11,18 @@ import json
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from eagle3_ray.capture import target_config, target_folder, text_config
 from eagle3_ray.config import ConfigError, DrafterConfig, TargetConfig
-from eagle3_ray.drafter.model import Drafter
 from eagle3_ray.store.filesystem import Filesystem, StoreError
 from eagle3_ray.store.tensors import Source, Tensors
+
+if TYPE_CHECKING:  # an extraction needs no drafter, nor the seconds that Transformers' models take to import
+    from eagle3_ray.drafter.model import Drafter
 
 EMBEDDING, HEAD, NORM = "embed_tokens.weight", "lm_head.weight", "norm.weight"
 
