@@ -31,6 +31,8 @@ TOKENIZER_FILES = (
     "merges.txt",
 )
 # ServerArgs and variables that change how fast an engine runs, never what it computes
+# Of a config.json: what SGLang does to the logits behind the head (srt/layers/logits_processor.py, srt/models/)
+LOGIT_SETTINGS = ("final_logit_softcapping", "logits_scaling", "logit_scale", "lm_head_multiplier")
 SPEED_ARGS = {"log_level", "max_total_tokens", "mem_fraction_static", "max_running_requests"}
 SPEED_ARGS |= {"cuda_graph_max_bs_decode", "GOMP_SPINCOUNT", "OMP_NUM_THREADS", "NCCL_DEBUG", "sleep_on_idle"}
 CAPTURE_VERSION = "2"  # of our own capture code, engines/sglang_plugin.py above all: another one, other values
@@ -147,6 +149,17 @@ def capture_description(
         "boundaries": list(spec.boundaries),
         "dtype": spec.dtype,
     }
+
+
+def check_logits(model: dict[str, Any]) -> None:
+    """ConfigError where the logits of the target with this text config are not its head times its last hidden state."""
+    for name in LOGIT_SETTINGS:
+        value = model.get(name)
+        if value is not None and value != 1:
+            raise ConfigError(
+                f"target.path: its config.json has {name}={value!r}: its logits are not its head times its last hidden "
+                "state alone, of which drafters learn here"
+            )
 
 
 def engine_args(config: Config, purpose: str) -> dict[str, Any]:

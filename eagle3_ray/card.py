@@ -12,9 +12,11 @@ from typing import Any
 import jinja2
 
 from eagle3_ray.capture import deciding_args, engine_version
+from eagle3_ray.config import draftings
 from eagle3_ray.drafter.checkpoint import WRITTEN_FOR
 from eagle3_ray.run import Run
 from eagle3_ray.secrets import is_secret, masked
+from eagle3_ray.serving import drafting_args
 from eagle3_ray.store.commits import Units
 
 HERE = "."  # the card's own folder, wherever it is copied to
@@ -50,7 +52,7 @@ def model_card(
         description=features.description(),
         source=place(masked(run.config.prompts.source)),
         version=engine_version(run.config) if run.config.engine.name == "sglang" else WRITTEN_FOR,
-        command=launch_command(run),
+        command=launch_command(run, json.loads(run.files.read(f"{drafter}/export/config.json"))["architectures"]),
         turned_off=[
             name for name, value in deciding_args(run.config, "serve")["engine_args"].items() if value is False
         ],
@@ -59,9 +61,10 @@ def model_card(
     )
 
 
-def launch_command(run: Run) -> str:
-    """What serves the drafter, run in its folder: SGLang's flags for the target, the settings that change numbers, and
-    speculation as ray_jobs.evaluate does it. No value whose name says that it is a secret, and no local folder."""
+def launch_command(run: Run, architectures: list[str]) -> str:
+    """What serves the drafter of these `architectures`, run in its folder: SGLang's flags for the target, the settings
+    that change numbers, and speculation as ray_jobs.evaluate does it. No value whose name says that it is a secret, and
+    no local folder."""
     config = run.config
     decides = deciding_args(config, "serve")
     env = decides["engine_env"] | ({"SGLANG_USE_CPU_ENGINE": "1"} if config.hardware.device == "cpu" else {})
@@ -70,12 +73,8 @@ def launch_command(run: Run) -> str:
         "revision": config.target.revision,
         "trust_remote_code": config.target.trust_remote_code,
         "dtype": config.evaluate.dtype or config.engine.dtype,
+        **drafting_args(run, draftings(config.evaluate)[0], HERE, architectures),
         **decides["engine_args"],
-        "speculative_algorithm": "EAGLE3",
-        "speculative_draft_model_path": HERE,
-        "speculative_num_steps": config.evaluate.num_steps,
-        "speculative_eagle_topk": config.evaluate.topk,
-        "speculative_num_draft_tokens": config.evaluate.num_draft_tokens,
     }
     words = [f"{name}={_word(value)}" for name, value in env.items() if not is_secret(name)]
     words += ["python -m sglang.launch_server"]

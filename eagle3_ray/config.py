@@ -198,11 +198,19 @@ def check_drafter(settings: DrafterConfig, target: dict[str, Any], num_aux: int)
     if settings.attention == "mla":
         return _check_mla(settings, target)
     kv_heads = settings.num_key_value_heads or int(target.get("num_key_value_heads") or heads)
-    head_dim = settings.head_dim or target.get("head_dim") or hidden // heads
+    head_dim = drafter_head_dim(settings, target)
     if heads % kv_heads:
         raise ConfigError(f"drafter.num_key_value_heads: {kv_heads} does not divide {heads} attention heads")
     if head_dim % 2:
         raise ConfigError(f"drafter.head_dim: {head_dim} is odd; RoPE needs an even one")
+
+
+def drafter_head_dim(settings: DrafterConfig, target: dict[str, Any]) -> int:
+    """Of a GQA drafter: the target's, if not set. A target with latent attention has none; the width of its values is
+    one that attention kernels know (128 for DeepSeek and Kimi), hidden size over heads is not (56 and 112)."""
+    own = target.get("v_head_dim") if target.get("kv_lora_rank") else target.get("head_dim")
+    hidden = settings.hidden_size or int(target["hidden_size"])
+    return int(settings.head_dim or own or hidden // (settings.num_attention_heads or target["num_attention_heads"]))
 
 
 def _check_mla(settings: DrafterConfig, target: dict[str, Any]) -> None:

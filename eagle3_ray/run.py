@@ -11,6 +11,7 @@ from eagle3_ray.capture import (
     CaptureSpec,
     capture_description,
     capture_spec,
+    check_logits,
     describe_target,
     engine_args,
     engine_version,
@@ -218,8 +219,10 @@ def open_run(config: Config) -> Run:
     model = text_config(target_config(folder))
     if config.features.folder:
         _take_over(config, files)
+    check_logits(model)
     spec = capture_spec(config, model)
     check_drafter(config.drafter, model, len(spec.boundaries))
+    _check_tensor_parallel(config, model)
     check_export(config.export, config.drafter, model)
     vocabulary = int(model_value(model, "vocab_size"))
     if config.drafter.draft_vocab_size > vocabulary:
@@ -327,6 +330,11 @@ def check_values(config: Config) -> None:
             "a published drafter keeps the vocabulary that its head was trained with, counted on another corpus "
             "(start); of a new one it is counted on this corpus (tokens, probability)"
         )
+    if config.train.num_workers > config.train.batch_size:
+        raise ConfigError(
+            f"train.num_workers: {config.train.num_workers} share train.batch_size={config.train.batch_size} samples a "
+            "step; some would never have one"
+        )
     if config.hardware.nodes_per_engine > 1 and engine_args(config, "capture").get("enable_dp_attention"):
         raise ConfigError(
             "enable_dp_attention: ranks of other nodes would hand rows over where the actor cannot read them; not with "
@@ -344,6 +352,20 @@ def check_values(config: Config) -> None:
     if not 0 < config.train.step_decay <= 1:
         raise ConfigError(f"train.step_decay: {config.train.step_decay} is not above 0 and at most 1")
     _check_evaluate(config)
+
+
+def _check_tensor_parallel(config: Config, model: dict[str, Any]) -> None:
+    """A drafter's heads are shared among the ranks as the target's are (sglang/srt/models/llama.py, deepseek_v2.py)."""
+    given, drafter = engine_args(config, "serve"), config.drafter
+    ranks = int(given["tp_size"]) // (int(given.get("dp_size", 1)) if given.get("enable_dp_attention") else 1)
+    heads = drafter.num_attention_heads or int(model_value(model, "num_attention_heads"))
+    if heads % ranks:
+        raise ConfigError(f"drafter.num_attention_heads: {heads} cannot be shared by {ranks} ranks (hardware.tp_size)")
+    kv_heads = drafter.num_key_value_heads or int(model.get("num_key_value_heads") or heads)
+    if drafter.attention == "gqa" and kv_heads % ranks and ranks % kv_heads:
+        raise ConfigError(
+            f"drafter.num_key_value_heads: {kv_heads} cannot be shared by {ranks} ranks (hardware.tp_size)"
+        )
 
 
 def _check_evaluate(config: Config) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 from eagle3_ray.capture import CaptureSpec
 from eagle3_ray.config import Drafting
+from eagle3_ray.drafter.shape import MLA
 from eagle3_ray.engines.sglang import SGLangEngine
 from eagle3_ray.run import Run
 from eagle3_ray.store.filesystem import Filesystem
@@ -31,18 +33,37 @@ def serving(
     with tempfile.TemporaryDirectory(prefix="eagle3-ray-") as scratch:
         folder = served_folder(run, drafter, Path(scratch))
         if drafting is not None:
-            args = {
-                "speculative_algorithm": "EAGLE3",
-                "speculative_draft_model_path": str(folder),
-                "speculative_num_steps": drafting.num_steps,
-                "speculative_eagle_topk": drafting.topk,
-                "speculative_num_draft_tokens": drafting.num_draft_tokens,
-            }
+            args = drafting_args(run, drafting, str(folder), _architectures(folder))
         engine = SGLangEngine(config, run.folder, spec, args, watched)
         try:
             yield engine, folder
         finally:
             engine.close()
+
+
+def drafting_args(run: Run, drafting: Drafting, folder: str, architectures: list[str]) -> dict[str, Any]:
+    """SGLang's ServerArgs for speculation with the drafter of these `architectures` in `folder`. The settings' win."""
+    args = {
+        "speculative_algorithm": "EAGLE3",
+        "speculative_draft_model_path": folder,
+        "speculative_num_steps": drafting.num_steps,
+        "speculative_eagle_topk": drafting.topk,
+        "speculative_num_draft_tokens": drafting.num_draft_tokens,
+    }
+    if run.config.hardware.device == "cuda" and run.model.get("kv_lora_rank") and architectures != [MLA]:
+        # The draft worker would inherit the target's attention backend, and those for latent attention alone serve no
+        # other drafter (srt/layers/attention/attention_registry.py). This one is what SGLang's own draft workers fall
+        # back to (srt/speculative/draft_worker_common.py); unmeasured
+        args["speculative_draft_attention_backend"] = "flashinfer"
+    return args
+
+
+def _architectures(folder: Path) -> list[str]:
+    """Of the drafter in `folder`; none where it has no config.json that says so, which SGLang will report."""
+    try:
+        return json.loads((folder / "config.json").read_text()).get("architectures") or []
+    except (OSError, ValueError, AttributeError):
+        return []
 
 
 def served_folder(run: Run, drafter: str, scratch: Path) -> Path:

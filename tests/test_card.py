@@ -18,7 +18,7 @@ from test_train import DESCRIPTION, TARGET, V, pieces, sample, stage
 from eagle3_ray.capture import CaptureSpec
 from eagle3_ray.card import launch_command, publish_card
 from eagle3_ray.drafter.model import Drafter
-from eagle3_ray.drafter.shape import read_config
+from eagle3_ray.drafter.shape import GQA, MLA, read_config
 from eagle3_ray.drafter.target import initialise
 from eagle3_ray.export import ExportError, export, export_with
 from eagle3_ray.run import Run
@@ -166,9 +166,9 @@ def parsed(command: str) -> tuple[dict[str, str], argparse.Namespace]:
     return dict(word.split("=", 1) for word in words[:start]), parser.parse_args(words[start + 3 :])
 
 
-def command_of(*overrides: str) -> str:
+def command_of(*overrides: str, model: dict[str, Any] | None = None, architecture: str = GQA) -> str:
     config = compose(*overrides)
-    return launch_command(Run(config, None, {}, {}, None))  # type: ignore[arg-type]
+    return launch_command(Run(config, None, model or {}, {}, None), [architecture])  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -189,6 +189,18 @@ def test_every_preset_s_command_is_taken_by_sglang(target: str, hardware: str):
         seen = getattr(args, name)
         assert seen == deciding[name] or (seen is None and deciding[name] is False), name  # which has no flag
     assert "SGLANG_USE_CPU_ENGINE" not in env
+
+
+def test_a_drafter_of_another_attention_than_the_target_s_has_a_backend_of_its_own():
+    """SGLang's trtllm_mla, which it picks on a B200 for a target with latent attention, serves no GQA drafter."""
+    backend, on_b200 = "--speculative-draft-attention-backend", ["target=kimi_k25", "hardware=b200x8"]
+    latent = {"kv_lora_rank": 512}
+    assert f"{backend} flashinfer" in command_of(*on_b200, model=latent)
+    mine = f"+engine.args.{backend[2:].replace('-', '_')}=trtllm_mha"
+    assert f"{backend} trtllm_mha" in command_of(*on_b200, mine, model=latent)
+    assert backend not in command_of(*on_b200, model=latent, architecture=MLA)
+    assert backend not in command_of("target=gpt_oss_120b", "hardware=gpu1")
+    assert backend not in command_of(model=latent)
 
 
 def test_the_command_has_the_user_s_own_arguments_and_no_secret():

@@ -56,6 +56,8 @@ FAULTS = [
     ("evaluate.drafters=[/no/such/folder]", "evaluate.drafters: no drafter at '/no/such/folder'"),
     ("train.batch_size=0", "train.batch_size"),
     ("train.max_length=0", "train.max_length"),
+    ("train.num_workers=3", "train.num_workers: 3 share train.batch_size=2 samples a step"),
+    ("hardware.tp_size=2", "drafter.num_attention_heads: 9 cannot be shared by 2 ranks"),
     ("train.loss=kl", "train.loss: 'kl'"),
     ("train.step_decay=0", "train.step_decay: 0"),
     ("train.step_decay=1.5", "train.step_decay: 1.5"),

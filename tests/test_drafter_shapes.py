@@ -239,6 +239,13 @@ def test_a_shape_that_sglang_does_not_serve_is_refused(target: dict[str, Any], s
         drafter_config(DrafterConfig(**settings), target, BOUNDARIES, DRAFT_VOCAB)
 
 
+def test_a_gqa_drafter_of_a_latent_target_has_the_width_of_its_values():
+    """DeepSeek's config.json may have a head_dim, that of RoPE alone."""
+    target = DEEPSEEK | {"head_dim": 4}
+    assert drafter_config(DrafterConfig(), target, BOUNDARIES, DRAFT_VOCAB).head_dim == DEEPSEEK["v_head_dim"]
+    assert drafter_config(DrafterConfig(head_dim=6), target, BOUNDARIES, DRAFT_VOCAB).head_dim == 6
+
+
 # ---------------------------------------------------------------- export
 
 

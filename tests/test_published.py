@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -258,13 +259,26 @@ def test_a_drafter_that_cannot_be_rebuilt_is_refused(
         at_path(tmp_path).draft_ids()
 
 
-def test_an_mla_drafter_is_served_but_not_started_from(tmp_path: Path):
+def test_a_drafter_of_its_own_width_is_started_from_with_its_embedding(tmp_path: Path):
+    export(tmp_path, drafter_of("own width", torch.float32), [1, 3, 4], "float32")
+    settings = DrafterConfig(start_from=str(tmp_path), draft_vocab_size=DRAFT_VOCAB, fc_norm=True)
+    started = Published(settings, MODEL | {"hidden_size": 32, "vocab_size": VOCAB}, num_aux=3)
+    assert (started.config.hidden_size, started.config.target_hidden_size) == (48, 32)
+    stored = load_file(tmp_path / "model.safetensors")
+    assert torch.equal(started.weights()["embed_tokens.weight"], stored["embed_tokens.weight"])
+
+
+def test_an_mla_drafter_is_served_and_started_from(tmp_path: Path):
     export(tmp_path, drafter_of("mla", torch.float32), [1, 3, 4], "float32")
     model = MODEL | {"hidden_size": 32, "vocab_size": VOCAB}
     weights, stored = at_path(tmp_path, model).weights(), load_file(tmp_path / "model.safetensors")
     assert weights.keys() == stored.keys() - {"embed_tokens.weight"}
-    with pytest.raises(ConfigError, match="only drafters of drafter.attention=gqa can be started from"):
-        Published(DrafterConfig(start_from=str(tmp_path)), model, num_aux=3)
+    settings = DrafterConfig(start_from=str(tmp_path), draft_vocab_size=DRAFT_VOCAB)
+    with pytest.raises(ConfigError, match="drafter.attention: gqa, but drafter.start_from has mla"):
+        Published(settings, model, num_aux=3)
+    started = Published(dataclasses.replace(settings, attention="mla"), model, num_aux=3)
+    assert started.config.to_dict() == at_path(tmp_path, model).config.to_dict()
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in started.weights().items())
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | LINEAR))
     with pytest.raises(ConfigError, match="its RoPE is of the type 'linear', none of default, yarn"):

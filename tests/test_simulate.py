@@ -82,8 +82,8 @@ def test_the_walk_takes_the_steps_that_serving_takes(shape: DrafterConfig) -> No
         trainer.step([counting(i) for _, i in share])
     made = [counting(number) for number in range(24, 44) if number % 7 != 3]
     made += [conversation(number) for number in range(64, 84) if number % 7 != 3]
-    samples = [sample for sample in made if greedy(sample)]
-    assert len(samples) >= 6
+    samples = made
+    assert 6 <= sum(map(greedy, samples)) < len(samples)  # of the others the target samples something else
     for steps in (1, 3):
         walked = simulate(trainer.drafter, iter(samples), pieces().head, Drafting(steps, 1, steps + 1))
         assert [(w.completion_tokens, w.verify_steps) for w in walked] == [

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig, Qwen3NextConfig, Qwen3NextForCausalLM
 
+from eagle3_ray.capture import check_logits
 from eagle3_ray.config import ConfigError, TargetConfig
-from eagle3_ray.drafter.target import load_pieces
+from eagle3_ray.drafter.target import load_head, load_norm, load_pieces
+
+
+def at(folder: Path) -> TargetConfig:
+    return TargetConfig(name="t", path=str(folder))
 
 
 @pytest.mark.parametrize("prefix", ["model.", "language_model.model.", "model.language_model."])
@@ -31,14 +38,57 @@ def test_pieces_are_found_by_name(tmp_path: Path, prefix: str, sharded: bool, ti
         (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
     else:
         save_file(tensors, tmp_path / "model.safetensors")
-    pieces = load_pieces(TargetConfig(name="t", path=str(tmp_path)), torch.float32)
+    pieces = load_pieces(at(tmp_path), torch.float32)
     assert torch.equal(pieces.embedding, table)
     assert torch.equal(pieces.head, head if tied is False else table)
     assert torch.equal(pieces.norm, norm)
+
+
+@pytest.mark.parametrize(
+    ("config", "model"), [(Gemma3TextConfig, Gemma3ForCausalLM), (Qwen3NextConfig, Qwen3NextForCausalLM)]
+)
+def test_the_norm_is_what_the_target_multiplies_by(tmp_path: Path, config: Any, model: Any):
+    """Of these classes it is 1 + weight."""
+    sizes = dict(vocab_size=8, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2)
+    target = model(config(**sizes, num_key_value_heads=1, head_dim=8, num_experts=2, num_experts_per_tok=1))
+    final = target.model.norm
+    final.weight.data.normal_()
+    target.save_pretrained(tmp_path)
+    rows = torch.randn(5, 16)
+    ours = torch.nn.functional.rms_norm(rows, (16,), load_pieces(at(tmp_path), torch.float32).norm, final.eps)
+    torch.testing.assert_close(ours, final(rows))
+    torch.testing.assert_close(load_norm(at(tmp_path)), 1 + final.weight.data)
+
+
+def test_a_head_that_training_cannot_use_is_refused(tmp_path: Path):
+    (tmp_path / "config.json").write_text('{"tie_word_embeddings": false}')
+    tensors = {"model.embed_tokens.weight": torch.ones(2, 2), "model.norm.weight": torch.ones(2)}
+    quantised = torch.ones(2, 2).to(torch.float8_e4m3fn)
+    save_file(
+        {**tensors, "model.layers.0.mlp.up_proj.weight": quantised, "lm_head.weight": torch.eye(2)},
+        tmp_path / "model.safetensors",
+    )
+    assert torch.equal(load_head(at(tmp_path)), torch.eye(2))  # what lies beside it may be quantised
+    save_file({**tensors, "lm_head.weight": quantised}, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"its lm_head.weight is quantised \(torch.float8_e4m3fn\)"):
+        load_head(at(tmp_path))
+    save_file(
+        {**tensors, "lm_head.weight": torch.eye(2), "lm_head.bias": torch.ones(2)}, tmp_path / "model.safetensors"
+    )
+    with pytest.raises(ConfigError, match="its head has a bias"):
+        load_head(at(tmp_path))
+
+
+@pytest.mark.parametrize(("name", "value"), [("final_logit_softcapping", 30.0), ("logit_scale", 0.0625)])
+def test_logits_that_are_not_the_head_s_alone_are_refused(name: str, value: float):
+    check_logits({name: None})
+    check_logits({"logit_scale": 1.0})
+    with pytest.raises(ConfigError, match=f"target.path: its config.json has {name}={value}"):
+        check_logits({name: value})
 
 
 def test_a_missing_piece_is_named(tmp_path: Path):
     (tmp_path / "config.json").write_text('{"tie_word_embeddings": false}')
     save_file({"model.embed_tokens.weight": torch.ones(2, 2)}, tmp_path / "model.safetensors")
     with pytest.raises(ConfigError, match="no tensor for lm_head.weight"):
-        load_pieces(TargetConfig(name="t", path=str(tmp_path)), torch.float32)
+        load_pieces(at(tmp_path), torch.float32)

@@ -73,7 +73,7 @@ TARGET = {
     "kv_lora_rank": 8,
     "qk_nope_head_dim": 6,
     "qk_rope_head_dim": 4,
-    "v_head_dim": 5,
+    "v_head_dim": 4,
 }
 SHAPES = [
     DrafterConfig(num_hidden_layers=2, norm_before_fc=True, fc_norm=True, norm_output=True),
@@ -395,6 +395,20 @@ def test_special_tokens_that_were_said_are_in_the_vocabulary(tmp_path: Path):
     start = frozen_start(config, features, DESCRIPTION, "drafters/d")
     assert {1, 29} < set(start["draft_ids"])  # 1 ends an answer
     assert 45 not in start["draft_ids"]
+
+
+def test_a_token_that_the_target_has_no_row_for_is_in_no_vocabulary(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Such as a [PAD] that was added to the tokenizer alone; here an end token, too. RoPE is of a kind told of."""
+    config, features = stage(tmp_path)
+    tokens = {str(V + 3): {"content": "[PAD]", "special": True}}
+    folder = tmp_path / "target"
+    (folder / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": tokens}))
+    rope = {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}
+    (folder / "config.json").write_text(json.dumps(TARGET | {"eos_token_id": [1, V + 3]} | rope))
+    start = frozen_start(config, features, DESCRIPTION, "drafters/d")
+    assert 1 in start["draft_ids"] and max(start["draft_ids"]) < V
+    assert start["target_rope"] == "dynamic"
+    assert "plain RoPE, not the target's dynamic" in capsys.readouterr().out
 
 
 def test_probability_is_counted_on_target_rows_of_the_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

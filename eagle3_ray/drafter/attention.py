@@ -60,8 +60,10 @@ def _merge(out: Tensor, lse: Tensor, query: Tensor, own: Own, scale: float) -> T
     """`out` [n, h, dv] with its log-sum-exp [n, h], and the own keys: [n, h, dv]."""
     n, heads, _ = query.shape
     grouped = query.unflatten(1, (own[0][0].shape[1], -1))  # [n, kv, g, d]
-    scores = [torch.einsum("nagd,nad->nag", grouped, k).reshape(n, heads) * scale for k, _ in own]  # [n, h] each
-    weights = torch.stack([lse, *(s.to(lse.dtype) for s in scores)]).softmax(0).to(out.dtype)  # [1+k, n, h]
+    with torch.autocast(query.device.type, enabled=False):  # in the precision of the log-sum-exp, as in a kernel
+        q, keys = grouped.to(lse.dtype), (k.to(lse.dtype) for k, _ in own)
+        scores = [torch.einsum("nagd,nad->nag", q, k).reshape(n, heads) * scale for k in keys]  # [n, h] each
+    weights = torch.stack([lse, *scores]).softmax(0).to(out.dtype)  # [1+k, n, h]
     out = out * weights[0, ..., None]
     for weight, (_, v) in zip(weights[1:], own, strict=True):
         shared = weight.unflatten(1, (v.shape[1], -1))[..., None] * v[:, :, None]  # [n, kv, g, dv]

@@ -6,16 +6,21 @@ An attention of a drafter offers `query`, `key_value` and `o_proj`. What comes b
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, rotate_half
 
 
 class RMSNorm(nn.RMSNorm):
-    """Computes in its input's dtype, as in serving; torch's own falls back to slow pieces where weights are float32."""
+    """Computes in its input's dtype, as in serving; torch's own falls back to slow pieces where weights are float32.
+
+    Autocast is off, for on a GPU it would make the norm's input and output float32.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
+        with torch.autocast(x.device.type, enabled=False):
+            return nn.functional.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
 
 
 class GroupedAttention(nn.Module):

@@ -5,7 +5,8 @@ slot's loss compares the drafter with that distribution, restricted to the draft
 loss is the mean over the valid slots whose target argmax is in the draft vocabulary, the total the mean over steps,
 step k with the weight step_decay**k. Slots with another argmax have no loss and count as a miss in every accuracy.
 
-With p the target's distribution, q the drafter's and overlap = sum(min(p, q)), the chance that a draft is accepted:
+With p that distribution, q the drafter's and overlap = sum(min(p, q)), the chance that a draft is accepted where the
+draft vocabulary has all of p; where it has a share Z of it, that chance is sum(min(Zp, q)), and overlap is above it:
 
     soft_ce    -sum(p log q)
     lk_alpha   -log(overlap)

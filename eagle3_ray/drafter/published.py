@@ -74,8 +74,11 @@ class Published:
         except (StoreError, ValueError) as error:
             raise self._error(str(error).replace("store.root", self.setting)) from None
         self._mla = MLA in (given.get("architectures") or [])
-        if not self._served and (settings.attention != "gqa" or self._mla):
-            raise self._error("only drafters of drafter.attention=gqa can be started from")
+        attention = "mla" if self._mla else "gqa"
+        if not self._served and settings.attention != attention:
+            raise ConfigError(
+                f"drafter.attention: {settings.attention}, but {self.setting} has {attention} ({self.path})"
+            )
         theirs = self._theirs = self._config(given)
         # Of the drafter that goes on from here, or serves
         self.config = self._adopted(settings, model, num_aux, theirs)
@@ -124,7 +127,7 @@ class Published:
     def _adopted(self, settings: DrafterConfig, model: dict[str, Any], num_aux: int, theirs: Any) -> PreTrainedConfig:
         if theirs.vocab_size != self.vocab_size:
             raise self._error(f"its vocab_size is {theirs.vocab_size}, the target's {self.vocab_size}")
-        reads = (getattr(theirs, "target_hidden_size", None) if self._served else None) or theirs.hidden_size
+        reads = getattr(theirs, "target_hidden_size", None) or theirs.hidden_size
         if reads != model["hidden_size"]:
             raise self._error(f"its hidden_size is {reads}, the target's {model['hidden_size']}")
         found = self._settings(theirs)

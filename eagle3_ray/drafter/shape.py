@@ -12,7 +12,7 @@ from typing import Any
 from huggingface_hub.errors import StrictDataclassError
 from transformers import DeepseekV3Config, LlamaConfig, PreTrainedConfig
 
-from eagle3_ray.config import MLA_SIZES, DrafterConfig, check_drafter
+from eagle3_ray.config import MLA_SIZES, DrafterConfig, check_drafter, drafter_head_dim
 
 GQA, MLA = "LlamaForCausalLMEagle3", "Eagle3DeepseekV2ForCausalLM"
 ROPE_WORDS = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor")  # in a config.json
@@ -75,7 +75,7 @@ def drafter_config(
         **shared,
         architectures=[GQA],
         num_key_value_heads=settings.num_key_value_heads or int(target.get("num_key_value_heads") or heads),
-        head_dim=settings.head_dim or target.get("head_dim") or hidden // heads,
+        head_dim=drafter_head_dim(settings, target),
         rope_parameters=_rope(target, ROPE_KEYS),
     )
 
@@ -107,13 +107,21 @@ def is_mla(config: PreTrainedConfig) -> bool:
     return config.architectures == [MLA]
 
 
-def _rope(target: dict[str, Any], known: dict[str, tuple[str, ...]]) -> dict[str, Any]:
+def rope_type(target: dict[str, Any]) -> str:
+    """The target's own kind of RoPE, whether a drafter can have it or not."""
+    rope = _target_rope(target)
+    return rope.get("rope_type") or rope.get("type") or "default"
+
+
+def _target_rope(target: dict[str, Any]) -> dict[str, Any]:
     rope = target.get("rope_parameters") or target.get("rope_scaling") or {}
-    rope = rope.get("full_attention", rope)  # one entry a layer type: a drafter's layer attends to all
+    return rope.get("full_attention", rope)  # one entry a layer type: a drafter's layer attends to all
+
+
+def _rope(target: dict[str, Any], known: dict[str, tuple[str, ...]]) -> dict[str, Any]:
+    rope = _target_rope(target)
     theta = rope.get("rope_theta") or target.get("rope_theta") or 10000.0
-    kind = rope.get("rope_type") or rope.get("type") or "default"
-    if kind not in known:
-        kind = "default"
+    kind = rope_type(target) if rope_type(target) in known else "default"
     kept = {key: rope[key] for key in known[kind] if rope.get(key) is not None}
     if not (kept.get("mscale") and kept.get("mscale_all_dim")):  # one alone, or a zero, is read in two ways
         kept = {key: value for key, value in kept.items() if not key.startswith("mscale")}

@@ -25,13 +25,16 @@ if TYPE_CHECKING:  # an extraction needs no drafter, nor the seconds that Transf
     from eagle3_ray.drafter.model import Drafter
 
 EMBEDDING, HEAD, NORM = "embed_tokens.weight", "lm_head.weight", "norm.weight"
+# Model types whose RMSNorm multiplies by 1 + weight, in Transformers and in SGLang (srt/layers/layernorm.py)
+ZERO_CENTRED = {"gemma", "gemma2", "gemma3", "gemma3_text", "vaultgemma", "minimax_m3_vl", "minimax_m3_vl_text"}
+ZERO_CENTRED |= {"qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "step3p5"}
 
 
 @dataclass
 class TargetPieces:
     embedding: Tensor  # [V, H]
     head: Tensor  # [V, H]
-    norm: Tensor  # [H]
+    norm: Tensor  # [H]: what the final norm multiplies by
 
 
 def load_pieces(
@@ -41,7 +44,7 @@ def load_pieces(
     pieces = _Pieces(target, storage_options)
     embedding = pieces.read(EMBEDDING).to(dtype)
     head = embedding if pieces.head == EMBEDDING else pieces.read(pieces.head).to(dtype)
-    return TargetPieces(embedding, head, pieces.read(NORM).to(dtype))
+    return TargetPieces(embedding, head, pieces.norm().to(dtype))
 
 
 def load_head(target: TargetConfig, storage_options: dict[str, Any] | None = None) -> Tensor:
@@ -51,8 +54,8 @@ def load_head(target: TargetConfig, storage_options: dict[str, Any] | None = Non
 
 
 def load_norm(target: TargetConfig, storage_options: dict[str, Any] | None = None) -> Tensor:
-    """The final norm's weight alone, [H] in its own dtype."""
-    return _Pieces(target, storage_options).read(NORM)
+    """What the final norm multiplies by, [H]."""
+    return _Pieces(target, storage_options).norm()
 
 
 def check_weights(target: TargetConfig, storage_options: dict[str, Any] | None = None) -> None:
@@ -84,6 +87,9 @@ class _Pieces:
         if tied is None:  # the default of the model's own class: where that is to tie, no head is stored
             tied = not self._named(HEAD)
         self.head = EMBEDDING if tied else HEAD
+        self._zero_centred = text_config(config).get("model_type") in ZERO_CENTRED
+        if self._named(HEAD.replace("weight", "bias")):
+            raise self.error("its head has a bias, of which drafters learn nothing here")
 
     def read(self, name: str) -> Tensor:
         try:
@@ -93,6 +99,10 @@ class _Pieces:
         if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise self.error(f"its {name} is quantised ({tensor.dtype})")
         return tensor
+
+    def norm(self) -> Tensor:
+        weight = self.read(NORM)
+        return weight.float() + 1 if self._zero_centred else weight
 
     def kind(self, name: str) -> tuple[str, tuple[int, ...]]:
         entry = self._tensors.entry(self._one(name))

@@ -43,13 +43,14 @@ class Training:
         steps = self.config.ttt_steps
         metrics, counts = Metrics.zero(steps, self.device), torch.zeros(steps, dtype=torch.int64, device=self.device)
         prepared = []
-        for batch in batches(samples, self.config.max_length, self.dtype):
-            batch = batch.to(self.device)
+        for waiting in batches(samples, self.config.max_length, self.dtype):
+            batch = waiting.to(self.device)
             goal = targets(batch, self._greedy(batch), self.drafter, steps)
             counts += goal.count()
-            prepared.append((batch, goal))
+            prepared.append((waiting, goal))  # one micro-batch's states at a time lie on the device
         _sum(counts)
-        for batch, goal in prepared:
+        for waiting, goal in prepared:
+            batch = waiting.to(self.device)
             with torch.autocast(self.device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16):
                 given = self.drafter, batch, goal, self.draft_head, counts
                 loss, sums, _ = ttt_loss(*given, self.config.loss, self.config.step_decay)
@@ -67,8 +68,8 @@ class Training:
         rows = torch.searchsorted(batch.last_rows, batch.bounds()).diff().tolist()
         for name, last_hidden in zip(batch.ids, batch.last_hidden.split(rows), strict=True):
             if name not in self._argmax:
-                self._argmax[name] = target_argmax(last_hidden, self.head).int()
-        return torch.cat([self._argmax[name] for name in batch.ids]).long()
+                self._argmax[name] = target_argmax(last_hidden, self.head).int().cpu()
+        return torch.cat([self._argmax[name] for name in batch.ids]).long().to(self.device)
 
     def _update(self) -> float:
         """Sum the gradients over all workers, clip, step. Returns the norm before clipping."""

@@ -1,8 +1,8 @@
-"""Accept length without an engine: a drafter walked over finished greedy answers as serving would have drafted them.
+"""Accept length without an engine: a drafter walked over finished answers as serving would have drafted them.
 
 Training walks its held-out samples before the first step and at the end; the evaluation walks the very answers that the
-target gave alone (evaluate.simulate). In a chain a draft is right when it is the target's likeliest token, in a tree
-(trees.py) when it is what the target said; for a greedy answer the two are one.
+target gave alone (evaluate.simulate). A draft is right when it is what the target said, in a chain as in a tree
+(trees.py): in greedy decoding that decides it, and of a sampled answer it is as likely as that serving accepts it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from eagle3_ray.config import Drafting
-from eagle3_ray.drafter.loss import target_argmax, targets, ttt_loss, walk
+from eagle3_ray.drafter.loss import targets, ttt_loss, walk
 from eagle3_ray.drafter.model import Batch, Drafter
 from eagle3_ray.store.shards import Features
 from eagle3_ray.train.features import batches
@@ -61,7 +61,8 @@ def simulate(
 
 def _chain_hits(drafter: Drafter, batch: Batch, head: Tensor, steps: int) -> Tensor:
     """The drafts of a chain that are right at each slot, up to the first that is not: [T]."""
-    goal = targets(batch, target_argmax(batch.last_hidden, head), drafter, steps)
+    said = batch.ahead(batch.input_ids, batch.last_rows, 1)  # [R]
+    goal = targets(batch, said, drafter, steps)
     _, _, hits = ttt_loss(drafter, batch, goal, head[drafter.draft_ids], goal.count())
     return hits
 

@@ -5,6 +5,7 @@
     heldout               (unit, place) of the samples that are not trained on
     drafter               the drafter's config.json
     draft_ids, coverage   the draft vocabulary, and the share of the target's tokens that it holds, also by domain
+    target_rope           where the drafter has plain RoPE and not the target's kind: that kind (`shape.ROPE_KEYS`)
     counted_rows          with drafter.vocabulary=probability: the target rows that it was counted on
     published             with drafter.start_from: what its config.json says of layers; weights lie in start.safetensors
 
@@ -30,7 +31,7 @@ from transformers import PreTrainedConfig
 from eagle3_ray.capture import target_config, target_folder, text_config
 from eagle3_ray.config import PLACEMENT, Config, ConfigError
 from eagle3_ray.drafter.published import Published
-from eagle3_ray.drafter.shape import drafter_config
+from eagle3_ray.drafter.shape import drafter_config, rope_type
 from eagle3_ray.drafter.target import load_head
 from eagle3_ray.drafter.vocabulary import (
     count_probability,
@@ -95,7 +96,7 @@ def _decided(config: Config, features: Units, description: dict[str, Any], prefi
 
 
 def _counts(config: Config, files: Filesystem, responses: str) -> dict[str, Tensor]:
-    """How often each token was said in all committed responses, by domain: [V] each."""
+    """How often each token was said in all committed responses, those of held-out samples too, by domain: [V] each."""
     vocab_size = int(text_config(target_config(target_folder(config.target)))["vocab_size"])
     units, counts = Units(files, "responses", responses), dict[str, Tensor]()
     for commit in units.commits():
@@ -118,13 +119,20 @@ def _new(
     """`said` [V]: how often the target said each token."""
     folder = target_folder(config.target)
     known, special = tokenizer_ids(folder)
-    always = {*end_tokens(folder), *(number for number in special if said[number])}
+    rows = len(said)  # of the target's head: a token may have been added to the tokenizer alone
+    always = {number for number in end_tokens(folder) if number < rows}
+    always |= {number for number in special if number < rows and said[number]}
     told: dict[str, Any] = {}
     counts = said
     if config.drafter.vocabulary == "probability":
         counts, told["counted_rows"] = _probability(config, features, commits)
     ids = draft_vocabulary(counts, config.drafter.draft_vocab_size, always, known)
-    return drafter_config(config.drafter, text_config(target_config(folder)), boundaries, len(ids)), ids, told
+    model = text_config(target_config(folder))
+    drafter = drafter_config(config.drafter, model, boundaries, len(ids))
+    if drafter.rope_parameters["rope_type"] != rope_type(model):  # type: ignore[index]
+        told["target_rope"] = rope_type(model)
+        print(f"train: the drafter has plain RoPE, not the target's {told['target_rope']}", flush=True)
+    return drafter, ids, told
 
 
 def _probability(config: Config, features: Units, commits: list[Commit]) -> tuple[Tensor, int]:
