@@ -8,8 +8,10 @@ of the right shape, whose likeliest token is in the draft vocabulary 97 times of
 time. Every step has a sample never seen before, since we keep the target's tokens of an earlier epoch.
 
 A case is a length and a number of training-time test steps. Each measurement is a process of its own: one step warms
-up, the next are timed; memory is the process's peak less what it held before its first step. The sides alternate.
-The last line is one JSON object: the ratios at 2048x7, and every case. `--long` is our side alone, to 16k tokens.
+up, the next are timed; memory is the process's peak less what it held before its first step (weights, the target's
+head, torch itself), and the whole peak beside it. The sides alternate. The last line is one JSON object: the ratios at
+2048x7, with the plain side's speed over a public trainer's (PUBLIC; far below 1, the comparison is void, or the machine
+slow), and every case. `--long` is our side alone, to 16k tokens.
 """
 
 from __future__ import annotations
@@ -144,7 +146,7 @@ def plain_step(steps: int, length: int, head: Tensor) -> Callable[[Features], An
 
 
 def measured(side: str, case: str) -> dict[str, float]:
-    """In this process: tokens a second, and GiB of memory that the steps added."""
+    """In this process: tokens a second, GiB of memory that the steps added, and GiB of all at the peak."""
     torch.set_num_threads(THREADS)
     length, steps = map(int, case.split("x"))
     head = target_head()
@@ -157,7 +159,8 @@ def measured(side: str, case: str) -> dict[str, float]:
         step(one)
         seconds.append(time.perf_counter() - start)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return {"tokens_per_s": length / statistics.median(seconds[1:]), "gib": (peak - before) / GIB}
+    rate = length / statistics.median(seconds[1:])
+    return {"tokens_per_s": rate, "gib": (peak - before) / GIB, "peak_gib": peak / GIB}
 
 
 def in_own_process(side: str, case: str) -> dict[str, float]:
@@ -179,11 +182,14 @@ def compared(case: str, repeats: int) -> dict[str, Any]:
     pairs = list(zip(runs["ours"], runs["plain"], strict=True))
     row["speed"] = round(statistics.median(a["tokens_per_s"] / b["tokens_per_s"] for a, b in pairs), 3)
     row["memory"] = round(statistics.median(a["gib"] / b["gib"] for a, b in pairs), 3)
+    row["peak_memory"] = round(statistics.median(a["peak_gib"] / b["peak_gib"] for a, b in pairs), 3)
+    if case in PUBLIC:
+        row["plain_vs_public"] = round(row["plain"]["tokens_per_s"] / PUBLIC[case][0], 3)
     return row
 
 
 def line(name: str, found: dict[str, float]) -> str:
-    return f"{name} {found['tokens_per_s']:6.0f} tok/s {found['gib']:5.2f} GiB"
+    return f"{name} {found['tokens_per_s']:6.0f} tok/s {found['gib']:5.2f} GiB (whole {found['peak_gib']:.2f})"
 
 
 def main() -> None:
@@ -214,6 +220,7 @@ def main() -> None:
         result["cases"].append(row)
         if case == "2048x7":
             result |= {"speed_vs_plain": row["speed"], "memory_vs_plain": row["memory"]}
+            result |= {"peak_memory_vs_plain": row["peak_memory"], "plain_vs_public": row["plain_vs_public"]}
     print(json.dumps(result))
 
 
