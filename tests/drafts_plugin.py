@@ -1,8 +1,7 @@
 """Runs inside SGLang's scheduler, for a test: writes down what the drafter proposed at every verify step.
 
 A line of $DRAFTS_FILE is a request's {prompt, length, tokens}: `tokens` are the root x_length, which the target said,
-and the drafts behind it. On a machine without a GPU, SGLang's MLA drafter still asks CUDA to synchronise after it has
-taken the target's embedding; there that is made to do nothing.
+and the drafts behind it.
 """
 
 from __future__ import annotations
@@ -17,12 +16,9 @@ DRAFT = "sglang.srt.speculative.eagle_worker_v2.EagleDraftWorker.draft"
 def load() -> None:
     if not os.environ.get("DRAFTS_FILE"):
         return
-    import torch
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register(DRAFT, written_down, HookType.AROUND)
-    if not torch.cuda.is_available():
-        torch.cuda.synchronize = lambda *_: None  # type: ignore[assignment]
 
 
 def written_down(original: Any, self: Any, batch: Any, **options: Any) -> Any:
