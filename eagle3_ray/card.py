@@ -12,7 +12,7 @@ from typing import Any
 import jinja2
 
 from eagle3_ray.capture import deciding_args, engine_version
-from eagle3_ray.config import draftings
+from eagle3_ray.config import Drafting
 from eagle3_ray.drafter.checkpoint import WRITTEN_FOR
 from eagle3_ray.run import Run
 from eagle3_ray.secrets import is_secret, masked
@@ -65,15 +65,16 @@ def launch_command(run: Run, architectures: list[str]) -> str:
     """What serves the drafter of these `architectures`, run in its folder: SGLang's flags for the target, the settings
     that change numbers, and speculation as ray_jobs.evaluate does it. No value whose name says that it is a secret, and
     no local folder."""
-    config = run.config
+    config, evaluate = run.config, run.config.evaluate
+    drafting = Drafting(evaluate.num_steps, evaluate.topk, evaluate.num_draft_tokens)
     decides = deciding_args(config, "serve")
     env = decides["engine_env"] | ({"SGLANG_USE_CPU_ENGINE": "1"} if config.hardware.device == "cpu" else {})
     flags = {
         "model_path": config.target.path,
         "revision": config.target.revision,
         "trust_remote_code": config.target.trust_remote_code,
-        "dtype": config.evaluate.dtype or config.engine.dtype,
-        **drafting_args(run, draftings(config.evaluate)[0], HERE, architectures),
+        "dtype": evaluate.dtype or config.engine.dtype,
+        **drafting_args(run, drafting, HERE, architectures),
         **decides["engine_args"],
     }
     words = [f"{name}={_word(value)}" for name, value in env.items() if not is_secret(name)]
