@@ -92,11 +92,11 @@ CASES = [
     ({"matrix": [[0.1, 0.2, 1.4], [0.8, 0.1, 0.9], [1.2, 0.7, 0.1]]}, "that of the next boundary 0.2"),
     (
         {"errors": {"prompt": {"median": [2e-7, 4e-6, 2e-7], "p95": [8e-7] * 3}}},
-        "boundary 15 of prompt rows by 4e-06 (median), 4.0 times the noise of 1e-06 in float32; settings that differ: none",
+        "15 of prompt rows by 4e-06 (median), 4.0 times the noise of 1e-06 in float32; settings that differ: none",
     ),
     (
         {"errors": {"verify": {"median": [2e-7] * 3, "p95": [8e-7, 8e-7, 5e-6]}}, "settings": {"tp_size": [1, 2]}},
-        "boundary 27 of verify rows by 5e-06 (p95), 5.0 times the noise of 1e-06 in float32; settings that differ: {'tp_size'",
+        "27 of verify rows by 5e-06 (p95), 5.0 times the noise of 1e-06 in float32; settings that differ: {'tp_size'",
     ),
     ({"last_hidden": {"logprob_error": 0.4, "logprob_error_normed": 1e-6}}, "lack the target's final norm"),
     ({"last_hidden": {"logprob_error": 0.4}}, "training targets are not the target's"),
