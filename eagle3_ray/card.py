@@ -41,10 +41,11 @@ def model_card(
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent), undefined=jinja2.StrictUndefined, trim_blocks=True
     )
+    served = json.loads(run.files.read(f"{drafter}/export/config.json"))
     return environment.get_template("card.md.jinja").render(
         target=place(run.config.target.path),
         revision=run.config.target.revision,
-        config=json.loads(run.files.read(f"{drafter}/export/config.json")),
+        config=served,
         exported=exported,
         training=json.loads(run.files.read(f"{drafter}/summary.json")),
         extraction=run.read_json(f"{features.folder}/summary.json") or {},
@@ -52,7 +53,7 @@ def model_card(
         description=features.description(),
         source=place(masked(run.config.prompts.source)),
         version=engine_version(run.config) if run.config.engine.name == "sglang" else WRITTEN_FOR,
-        command=launch_command(run, json.loads(run.files.read(f"{drafter}/export/config.json"))["architectures"]),
+        command=launch_command(run, served["architectures"]),
         turned_off=[
             name for name, value in deciding_args(run.config, "serve")["engine_args"].items() if value is False
         ],

@@ -50,7 +50,7 @@ def drafting_args(run: Run, drafting: Drafting, folder: str, architectures: list
         "speculative_eagle_topk": drafting.topk,
         "speculative_num_draft_tokens": drafting.num_draft_tokens,
     }
-    if run.config.hardware.device == "cuda" and run.model.get("kv_lora_rank") and architectures != [MLA]:
+    if run.config.hardware.device == "cuda" and run.model.get("kv_lora_rank") and MLA not in architectures:
         # The draft worker would inherit the target's attention backend, and those for latent attention alone serve no
         # other drafter (srt/layers/attention/attention_registry.py). This one is what SGLang's own draft workers fall
         # back to (srt/speculative/draft_worker_common.py); unmeasured

@@ -73,6 +73,20 @@ def test_any_grouping_value_width_and_scale(kv: int, dv: int, scale: float | Non
     assert_equal(fast, values_and_gradients(eager, given, leaves, scale=scale))
 
 
+def test_scores_of_own_keys_are_not_rounded_to_bfloat16():
+    """Autocast would: raw scores in the hundreds then stand in steps of 1 or 2. The output alone is rounded."""
+    n, heads, d = 40, 6, 64
+    generator = torch.Generator().manual_seed(0)
+    query, *rest = (4 * torch.randn(n, heads, d, generator=generator).bfloat16() for _ in range(6))
+    out, own, lse = rest[0], [(rest[1], rest[2]), (rest[3], rest[4])], torch.full((n, heads), 20.0)
+    with torch.autocast("cpu", torch.bfloat16):
+        merged = attention._merge(out, lse, query, own, d**-0.5)
+    exact = (x.double() for x in (out, lse, query))
+    exact_own = [(k.double(), v.double()) for k, v in own]
+    expected = attention._merge(*exact, exact_own, d**-0.5)
+    assert (merged - expected).abs().max() < 0.02 * expected.abs().max()
+
+
 @pytest.mark.parametrize("steps", [0, 2])
 @pytest.mark.parametrize(("kv", "dv"), [(2, 8), (6, 8), (1, 5)])
 def test_flex_attention_equals_the_dense_definition(kv: int, dv: int, steps: int, monkeypatch: pytest.MonkeyPatch):

@@ -97,6 +97,16 @@ def test_a_fault_is_refused_before_any_engine_starts(
     assert named in str(refused.value)
 
 
+def test_key_value_heads_are_shared_or_repeated_by_the_ranks(smollm2: Path, tmp_path: Path) -> None:
+    settings = [f"store.root={tmp_path}", "hardware.tp_size=3"]
+    open_run(compose(*settings, "drafter.num_key_value_heads=1"))  # repeated
+    open_run(compose(*settings, "drafter.num_key_value_heads=9"))
+    six = [*settings, "drafter.num_attention_heads=6", "drafter.num_key_value_heads=2"]
+    with pytest.raises(ConfigError, match="drafter.num_key_value_heads: 2 cannot be shared by 3 ranks"):
+        open_run(compose(*six))
+    open_run(compose(*six, "+engine.args.dp_size=3", "+engine.args.enable_dp_attention=true"))  # a rank has all heads
+
+
 def test_a_start_is_looked_at_before_any_engine_starts(smollm2: Path, tmp_path: Path) -> None:
     settings = [f"target.path={smollm2}", f"store.root={tmp_path}", "drafter.vocabulary=start"]
     settings += ["drafter.start_from=/no/such/folder"]

@@ -80,9 +80,8 @@ def test_the_walk_takes_the_steps_that_serving_takes(shape: DrafterConfig) -> No
     trainer = training(shape, steps=25)
     for share in islice(positions(trainer.config, [24], 0, 1, 0), 25):
         trainer.step([counting(i) for _, i in share])
-    made = [counting(number) for number in range(24, 44) if number % 7 != 3]
-    made += [conversation(number) for number in range(64, 84) if number % 7 != 3]
-    samples = made
+    samples = [counting(number) for number in range(24, 44) if number % 7 != 3]
+    samples += [conversation(number) for number in range(64, 84) if number % 7 != 3]
     assert 6 <= sum(map(greedy, samples)) < len(samples)  # of the others the target samples something else
     for steps in (1, 3):
         walked = simulate(trainer.drafter, iter(samples), pieces().head, Drafting(steps, 1, steps + 1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from pathlib import Path
 from typing import Any
@@ -9,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import Gemma3ForCausalLM, Gemma3TextConfig, Qwen3NextConfig, Qwen3NextForCausalLM
+from transformers import CONFIG_MAPPING, Gemma3ForCausalLM, Gemma3TextConfig, Qwen3NextConfig, Qwen3NextForCausalLM
 
 from eagle3_ray.capture import check_logits
 from eagle3_ray.config import ConfigError, TargetConfig
-from eagle3_ray.drafter.target import load_head, load_norm, load_pieces
+from eagle3_ray.drafter.target import ZERO_CENTRED, load_head, load_norm, load_pieces
 
 
 def at(folder: Path) -> TargetConfig:
@@ -58,6 +59,16 @@ def test_the_norm_is_what_the_target_multiplies_by(tmp_path: Path, config: Any, 
     ours = torch.nn.functional.rms_norm(rows, (16,), load_pieces(at(tmp_path), torch.float32).norm, final.eps)
     torch.testing.assert_close(ours, final(rows))
     torch.testing.assert_close(load_norm(at(tmp_path)), 1 + final.weight.data)
+
+
+@pytest.mark.parametrize("kind", sorted(ZERO_CENTRED - {"step3p5"}))  # Transformers has that one as a part of step3p7
+def test_transformers_multiplies_by_one_more_for_each_such_class(kind: str):
+    module = importlib.import_module(CONFIG_MAPPING[kind].__module__.replace("configuration_", "modeling_"))
+    norms = [c for name, c in vars(module).items() if name.endswith("RMSNorm") and c.__module__ == module.__name__]
+    for norm in (made(4) for made in norms):
+        norm.weight.data.zero_()
+        torch.testing.assert_close(norm(torch.full((1, 4), 3.0)), torch.ones(1, 4))
+    assert norms
 
 
 def test_a_head_that_training_cannot_use_is_refused(tmp_path: Path):

@@ -9,6 +9,7 @@ may have several micro-batches, or, where its share holds no valid slot, none. I
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -44,7 +45,7 @@ class Training:
         metrics, counts = Metrics.zero(steps, self.device), torch.zeros(steps, dtype=torch.int64, device=self.device)
         prepared = []
         for waiting in batches(samples, self.config.max_length, self.dtype):
-            batch = waiting.to(self.device)
+            batch = replace(waiting, aux=waiting.aux[:0]).to(self.device)  # targets need none
             goal = targets(batch, self._greedy(batch), self.drafter, steps)
             counts += goal.count()
             prepared.append((waiting, goal))  # one micro-batch's states at a time lie on the device
