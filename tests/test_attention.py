@@ -84,7 +84,7 @@ def test_scores_of_own_keys_are_not_rounded_to_bfloat16():
     exact = (x.double() for x in (out, lse, query))
     exact_own = [(k.double(), v.double()) for k, v in own]
     expected = attention._merge(*exact, exact_own, d**-0.5)
-    assert (merged - expected).abs().max() < 0.02 * expected.abs().max()
+    assert (merged - expected).abs().max() < 0.006 * expected.abs().max()  # rounded, they are 0.010 off
 
 
 @pytest.mark.parametrize("steps", [0, 2])
