@@ -423,9 +423,14 @@ def test_a_worker_killed_among_two_changes_nothing(tmp_path: Path, ray_up: None)
     alone = Training(config.train, drafter, pieces().head, torch.device("cpu"))
     for share in islice(positions(config.train, [3] * 10, 0, 1, 0), 60):
         alone.step([sample(3 * shard + i) for shard, i in share])
-    weights = load_file(state.parent / "weights" / "model.safetensors")
+    train_drafter(config, features, DESCRIPTION, "drafters/undisturbed")
+    weights, undisturbed = (
+        load_file(features.files.url(f"drafters/{name}/weights/model.safetensors")) for name in ("d", "undisturbed")
+    )
     for name, tensor in alone.weights().items():
-        torch.testing.assert_close(weights[name], tensor, atol=1e-4, rtol=0, msg=name)
+        assert torch.equal(weights[name], undisturbed[name]), name
+        # sums of another order, which AdamW scales up where gradients are small: 1.05e-4 was seen, of steps of 1e-2
+        torch.testing.assert_close(weights[name], tensor, atol=5e-4, rtol=0, msg=name)
 
     assert train_drafter(config, features, DESCRIPTION, "drafters/d") == summary  # finished: not trained again
     export_drafter(config, features.files, "drafters/d", [1, 3, 5], tmp_path / "out", "float32")
