@@ -429,7 +429,7 @@ def test_a_worker_killed_among_two_changes_nothing(tmp_path: Path, ray_up: None)
     )
     for name, tensor in alone.weights().items():
         assert torch.equal(weights[name], undisturbed[name]), name
-        # sums of another order, which AdamW scales up where gradients are small: 1.05e-4 was seen, of steps of 1e-2
+        # sums of another order, which AdamW scales up where gradients are small: 1.05e-4 was seen, at a rate of 1e-2
         torch.testing.assert_close(weights[name], tensor, atol=5e-4, rtol=0, msg=name)
 
     assert train_drafter(config, features, DESCRIPTION, "drafters/d") == summary  # finished: not trained again
