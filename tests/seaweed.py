@@ -85,10 +85,11 @@ def _wait(
 
 
 def _free_ports(count: int) -> list[int]:
-    """Ports that are free now, and whose gRPC twins (10000 higher) are too."""
+    """Ports that are free now, and whose gRPC twins (10000 higher) are too; all below 32768, where outgoing
+    connections of others begin, one of which may take a port before the server does."""
     found: list[int] = []
     while len(found) < count:
-        port = random.SystemRandom().randrange(20000, 32000)
+        port = random.SystemRandom().randrange(20000, 22768)
         if port not in found and _is_free(port) and _is_free(port + 10000):
             found.append(port)
     return found
