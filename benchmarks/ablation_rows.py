@@ -51,7 +51,7 @@ ROWS = {
     "vocabulary_8192": setting("drafter.draft_vocab_size", 8192),
     "vocabulary_16384": setting("drafter.draft_vocab_size", 16384),
     "fc_norm_off": setting("drafter.fc_norm", False),
-    "norm_output_off": setting("drafter.norm_output", False),
+    "norm_output": setting("drafter.norm_output", True),
     "norm_before_fc": setting("drafter.norm_before_fc", True),
     "ttt_1": setting("train.ttt_steps", 1),
     "ttt_3": setting("train.ttt_steps", 3),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -58,11 +59,12 @@ def document(lines: list[dict[str, Any]]) -> str:
         if changes and (min(changes) > 0 or max(changes) < 0):
             clear["Above" if min(changes) > 0 else "Below"].append(f"{row.what} {row.value}")
     told = [
-        f"{side} what they are compared with, in every seed: {'; '.join(of) or 'none'}." for side, of in clear.items()
+        _lines(f"{side} what they are compared with, in every seed: {'; '.join(of) or 'none'}.")
+        for side, of in clear.items()
     ]
     facts = {ROWS[line["row"]].corpus: line["corpus"] for line in lines}
     corpora = "\n".join(_described(name, of) for name, of in facts.items())
-    given = "\n".join(f"    {group}: {_settings(values)}" for group, values in base.items())
+    given = "\n".join(_lines(f"    {group}: {_settings(values)}", indent=8) for group, values in base.items())
     return DOCUMENT.format(
         rows="\n".join(rows),
         told="\n".join(told),
@@ -82,7 +84,8 @@ def _spread(values: list[float], form: str) -> str:
 
 def _command(lines: list[dict[str, Any]]) -> str:
     steps, seeds = lines[-1]["base"]["train"]["steps"], 1 + max(line["seed"] for line in lines)
-    own = [f" --own-answers {line['corpus']['file']}" for line in lines if ROWS[line["row"]].corpus == FILE][:1]
+    files = {line["corpus"]["file"] for line in lines if ROWS[line["row"]].corpus == FILE}
+    own = [f" \\\n        --own-answers {file}" for file in files]
     return f"python -m benchmarks.ablations --store FOLDER --steps {steps} --seeds {seeds}{''.join(own)}"
 
 
@@ -90,7 +93,11 @@ def _described(name: str, facts: dict[str, Any]) -> str:
     text = f"- `{name}`: {facts['samples']} conversations, {facts['tokens']} tokens"
     if "file" in facts:
         text += f", from `{facts['file']}`: " + ", ".join(f"{k} {v}" for k, v in facts["sources"].items())
-    return text + "."
+    return _lines(text + ".", indent=2)
+
+
+def _lines(text: str, indent: int = 0) -> str:
+    return textwrap.fill(text, 120, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
 
 
 def _settings(values: dict[str, Any]) -> str:
@@ -129,5 +136,7 @@ The base:
 
 {given}
 
-The command, `--write docs/ablations.md` added: `{command}`
+The command, `--write docs/ablations.md` added:
+
+    {command}
 """

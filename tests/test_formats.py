@@ -208,7 +208,7 @@ def test_other_rope_and_latent_attention_are_refused() -> None:
 
 
 def test_a_format_that_cannot_be_exact_is_refused_before_any_engine_starts(smollm2: Path, tmp_path: Path) -> None:
-    settings = [f"target.path={smollm2}", f"store.root={tmp_path}", "export.format=vllm", "drafter.norm_output=false"]
+    settings = [f"target.path={smollm2}", f"store.root={tmp_path}", "export.format=vllm"]
     assert open_run(compose(*settings, "drafter.fc_norm=false")).config.export.format == "vllm"
     with pytest.raises(ConfigError, match="export.format: 'vllm' would take this drafter otherwise: drafter.fc_norm"):
         open_run(compose(*settings))
