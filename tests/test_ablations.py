@@ -285,7 +285,7 @@ def test_the_documents_figures_by_hand(tmp_path: Path):
     assert "Below what they are compared with, in every seed: answers the other corpus's own." in text
     assert "480 conversations, 76114 tokens, from `own.jsonl`: maths 300, letters 180." in text
     assert "batch_size=2" in text and "lr=0.0012" in text and "draft_vocab_size=4096" in text
-    assert "--steps 400 --seeds 3 --own-answers own.jsonl" in text
+    assert "--steps 400 --seeds 3 \\\n        --own-answers own.jsonl\n" in text
 
 
 def test_the_document_is_written_without_training(
