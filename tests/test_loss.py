@@ -75,7 +75,7 @@ def test_lk_losses_of_a_perfect_and_a_hopeless_drafter():
 
 
 @pytest.mark.parametrize("kind", LOSSES)
-@pytest.mark.parametrize("chunk", [1, 300, 10**6])
+@pytest.mark.parametrize("chunk", [1, 300, 2000, 10**6])
 def test_loss_and_gradients_equal_the_definition_whatever_the_chunk(
     kind: str, chunk: int, monkeypatch: pytest.MonkeyPatch
 ):
@@ -89,6 +89,14 @@ def test_loss_and_gradients_equal_the_definition_whatever_the_chunk(
         torch.testing.assert_close(fast, slow, atol=1e-12, rtol=1e-10)
     target, head = rest[:2]
     assert torch.equal(target_argmax(target, head), (target @ head.T).argmax(-1))
+
+
+def test_of_equal_targets_the_first_wins_also_across_chunks(monkeypatch: pytest.MonkeyPatch):
+    head = torch.tensor([[0.0], [2.0], [1.0], [2.0], [2.0]])
+    for chunk in (1, 2 * 2 * 8, 10**6):  # one row of the head at a time, two, all
+        monkeypatch.setattr("eagle3_ray.drafter.loss.CHUNK_ELEMENTS", chunk)
+        assert target_argmax(torch.tensor([[1.0], [-1.0]]), head).tolist() == [1, 0]
+        assert target_argmax(torch.empty(0, 1), head).tolist() == []
 
 
 def test_a_frozen_head_or_state_leaves_the_others_gradient():

@@ -59,14 +59,14 @@ class Attention(nn.Module):
         group = self.heads // self.kv
         cache.append((key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1)))  # [B, h, T, d] each
         (keys, values), own = cache[0], cache[1:]
-        future = torch.ones(length, length, dtype=torch.bool).triu(1)  # [T, T]
+        future = torch.full((length, length), float("-inf")).triu(1)  # [T, T]
         query = query * self.head_dim**-0.5
-        scores = (query @ keys.transpose(2, 3)).masked_fill(future, float("-inf"))  # [B, h, T, T]
+        scores = (query @ keys.transpose(2, 3)).add_(future)  # [B, h, T, T]
         scores = torch.cat([scores, *((query * k).sum(-1, keepdim=True) for k, _ in own)], dim=-1)  # [B, h, T, T+k]
-        weights = scores.softmax(-1)
-        out = weights[..., :length] @ values  # [B, h, T, d]
-        for number, (_, v) in enumerate(own):
-            out = out + weights[..., length + number, None] * v
+        earlier, *diagonal = scores.softmax(-1).split([length, *[1] * step], dim=-1)  # [B, h, T, T], k of [B, h, T, 1]
+        out = earlier @ values  # [B, h, T, d]
+        for weight, (_, v) in zip(diagonal, own, strict=True):
+            out = out + weight * v
         return self.o_proj(out.transpose(1, 2).reshape(batch, length, -1))
 
 
