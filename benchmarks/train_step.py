@@ -9,7 +9,8 @@ time. Every step has a sample never seen before, since we keep the target's toke
 
 A case is a length and a number of training-time test steps. Each measurement is a process of its own: one step warms
 up, the next are timed; memory is the process's peak less what it held before its first step (weights, the target's
-head, torch itself), and the whole peak beside it. The sides alternate. The last line is one JSON object: the ratios at
+head, torch itself), and the whole peak beside it. The sides alternate. Both allocate huge pages: on a virtual machine,
+faults of small pages can cost the plain side, which allocates most, a quarter of its speed. The last line is one JSON object: the ratios at
 2048x7, with the plain side's speed over a public trainer's (PUBLIC; far below 1, the comparison is void, or the machine
 slow), and every case. `--long` is our side alone, to 16k tokens.
 """
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import resource
 import statistics
 import subprocess
@@ -164,9 +166,9 @@ def measured(side: str, case: str) -> dict[str, float]:
 
 
 def in_own_process(side: str, case: str) -> dict[str, float]:
-    ended = subprocess.run(
-        [sys.executable, __file__, "--one", side, case], stdout=subprocess.PIPE, text=True, check=True
-    )
+    command = [sys.executable, __file__, "--one", side, case]
+    huge = os.environ | {"THP_MEM_ALLOC_ENABLE": "1"}  # of torch's CPU allocator
+    ended = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=huge)
     return json.loads(ended.stdout.splitlines()[-1])
 
 
