@@ -10,9 +10,10 @@ time. Every step has a sample never seen before, since we keep the target's toke
 A case is a length and a number of training-time test steps. Each measurement is a process of its own: one step warms
 up, the next are timed; memory is the process's peak less what it held before its first step (weights, the target's
 head, torch itself), and the whole peak beside it. The sides alternate. Both allocate huge pages: on a virtual machine,
-faults of small pages can cost the plain side, which allocates most, a quarter of its speed. The last line is one JSON object: the ratios at
-2048x7, with the plain side's speed over a public trainer's (PUBLIC; far below 1, the comparison is void, or the machine
-slow), and every case. `--long` is our side alone, to 16k tokens.
+faults of small pages can cost the plain side, which allocates most, a quarter of its speed.
+
+The last line is one JSON object: the ratios at 2048x7, with the plain side's speed over a public trainer's (PUBLIC; far
+below 1, the comparison is void, or the machine slow), and every case. `--long` is our side alone, to 16k tokens.
 """
 
 from __future__ import annotations
