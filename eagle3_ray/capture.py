@@ -122,11 +122,6 @@ def _weights_digest(path: Path) -> str:
 # ---------------------------------------------------------------- fingerprints
 
 
-def fingerprint(description: dict[str, Any]) -> str:
-    """sha256 of a description (JSON, sorted keys), its first 16 hex digits."""
-    return hashlib.sha256(json.dumps(description, sort_keys=True).encode()).hexdigest()[:16]
-
-
 def response_description(config: Config, target: dict[str, Any], prompts: str) -> dict[str, Any]:
     """All that decides a response; `prompts` is the prepared corpus's fingerprint. The engine is left out on purpose:
     another version of it never repeats a generation."""
