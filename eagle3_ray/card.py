@@ -49,7 +49,7 @@ def model_card(
         exported=exported,
         training=json.loads(run.files.read(f"{drafter}/summary.json")),
         extraction=run.read_json(f"{features.folder}/summary.json") or {},
-        fingerprint=features.folder.rpartition("/")[2],
+        fingerprint=features.fingerprint,
         description=features.description(),
         source=place(masked(run.config.prompts.source)),
         version=engine_version(run.config) if run.config.engine.name == "sglang" else WRITTEN_FOR,

@@ -10,6 +10,7 @@ from typing import Any
 
 import ray
 
+from eagle3_ray import strict_json
 from eagle3_ray.capture import target_config
 from eagle3_ray.card import place, publish_card
 from eagle3_ray.config import FORMATS, ConfigError
@@ -71,7 +72,7 @@ def export_with(run: Run, features: Units, drafter: str, layer_ids: list[int]) -
             "bytes": sum(path.stat().st_size for path in folder.iterdir()),
         }
     publish_card(run, features, drafter, summary)
-    run.write_json(f"{drafter}/export.json", summary)
+    run.files.write_json(f"{drafter}/export.json", summary)
     return summary
 
 
@@ -97,7 +98,7 @@ def _beside(run: Run, drafter: str, boundaries: list[int]) -> dict[str, str]:
             formats.write_weights(path, trained_drafter(config, run.files, drafter, dtype), form, dtype, embedding)
             run.files.upload(path, f"{key}/{path.name}")
     if there != made:  # what it says of serving may be of other settings
-        run.write_json(f"{key}/config.json", made)
+        run.files.write(f"{key}/config.json", strict_json.dumps(made, indent=1).encode())
     return {"also": run.files.url(key)}
 
 

@@ -18,7 +18,6 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import ray
@@ -82,7 +81,7 @@ def extract(run: Run, corpus: Corpus) -> dict[str, Any]:
             "seconds": round(time.monotonic() - start, 1),
             "engine_starts": sum(row["engine_starts"] for row in worked),
         }
-        run.write_json(f"{features.folder}/summary.json", summary)
+        run.files.write_json(f"{features.folder}/summary.json", summary)
     _check_failures(run, corpus, summary)
     return summary
 
@@ -244,7 +243,7 @@ class Extractor:
         self.uploads.commit(
             self.responses,
             unit,
-            lambda shard: write_responses(shard, good, Path(self.responses.folder).name),
+            lambda shard: write_responses(shard, good, self.responses.fingerprint),
             size,
             samples,
             failed=_failed(prompts, results),
@@ -271,7 +270,7 @@ class Extractor:
         results = self.engine.work(self.features, name, numbers, states, self.capturing, progress)
         good = [(n, result) for n, result in zip(numbers, results, strict=True) if isinstance(result, Features)]
         samples = [commit.samples[n] | {"targets": len(result.last_rows)} for n, result in good]
-        fingerprint, compression = Path(self.features.folder).name, self.run.config.store.compression
+        fingerprint, compression = self.features.fingerprint, self.run.config.store.compression
         failed = _failed([reader.response(n) for n in numbers], results)
         upload = self.uploads.commit(
             self.features,
@@ -316,8 +315,8 @@ def _summary(run: Run, corpus: Corpus, responses: Units, features: Units) -> dic
     samples = [sample for commit in captured for sample in commit.samples]
     failed = [failure for commit in (*answered, *captured) for failure in commit.facts["failed"]]
     return {
-        "responses": Path(responses.folder).name,
-        "features": Path(features.folder).name,
+        "responses": responses.fingerprint,
+        "features": features.fingerprint,
         "boundaries": list(run.spec.boundaries),
         "samples": len(samples),
         "failed": len(failed),

@@ -13,11 +13,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from eagle3_ray.capture import TOKENIZER_FILES, fingerprint
+from eagle3_ray.capture import TOKENIZER_FILES
 from eagle3_ray.config import ConfigError, PromptsConfig
 from eagle3_ray.conversations import BadRecord, Conversation, parse, read_records, segments
 from eagle3_ray.run import Run
 from eagle3_ray.store.filesystem import Filesystem
+from eagle3_ray.strict_json import fingerprint
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ def prepare(run: Run, prompts: PromptsConfig) -> Corpus:
     summary = run.read_json(f"prompts/{key}/summary.json")
     if summary is None:
         summary = _write(run, prompts, key, records) | {"seconds": round(time.monotonic() - start, 1)}
-        run.write_json(f"prompts/{key}/summary.json", summary)
+        run.files.write_json(f"prompts/{key}/summary.json", summary)
     bad, records_read = summary["bad"], summary["records"]
     if not summary["prompts"] or bad > prompts.max_bad_share * records_read:
         worst = "; ".join(f"{count} x {reason}" for reason, count in list(summary["reasons"].items())[:5])

@@ -15,7 +15,6 @@ from eagle3_ray.capture import (
     describe_target,
     engine_args,
     engine_version,
-    fingerprint,
     model_value,
     response_description,
     target_config,
@@ -43,6 +42,7 @@ from eagle3_ray.config import (
 )
 from eagle3_ray.store.commits import Units
 from eagle3_ray.store.filesystem import TEMPORARY, Filesystem, StoreError
+from eagle3_ray.strict_json import fingerprint
 
 CARD = "README.md"
 
@@ -90,12 +90,9 @@ class Run:
     def read_json(self, key: str) -> dict[str, Any] | None:
         """A JSON object of the store, or None where there is none."""
         try:
-            return json.loads(self.files.read(key))
+            return self.files.read_json(key)
         except FileNotFoundError:
             return None
-
-    def write_json(self, key: str, value: dict[str, Any]) -> None:
-        self.files.write(key, json.dumps(value, indent=1).encode())
 
 
 def named_features(config: Config, files: Filesystem) -> tuple[Units, dict[str, Any]]:

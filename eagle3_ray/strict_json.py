@@ -1,14 +1,16 @@
 """JSON as the store has it: strict (RFC 8259), and with a check of its own content where it is read back.
 
-Python's json writes and reads NaN and Infinity, which are no JSON, and takes the last of two members of one name. And a
-digit that was changed by a failing disk or by hand is JSON still: `sealed` adds a digest of all else, which `unsealed`
-compares. That tells of damage; who can write a store on purpose can also seal what was written.
+Python's json writes and reads NaN and Infinity, which are no JSON, and takes the last of two members of one name. And
+a digit that was changed by a failing disk or by hand is JSON still, as is a file that was put in another's place:
+`sealed` adds a digest of all else and of the place, which `unsealed` compares. That tells of damage; who can write a
+store on purpose can also seal what was written.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import re
 from typing import Any
 
 CHECK = "check"  # the member that holds the digest of all others
@@ -32,19 +34,29 @@ def fingerprint(description: dict[str, Any]) -> str:
     return hashlib.sha256(dumps(description, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def sealed(value: dict[str, Any]) -> dict[str, Any]:
-    """`value`, its check behind it."""
-    return value | {CHECK: fingerprint(loads(dumps(value)))}  # of what will be read: keys are strings, tuples lists
+def sealed(value: dict[str, Any], key: str) -> dict[str, Any]:
+    """`value` as it is kept at `key`, with its check."""
+    return value | {CHECK: fingerprint({key: loads(dumps(value))})}  # of what will be read: tuples are lists
 
 
-def unsealed(value: Any) -> dict[str, Any]:
-    """The object without its check; ValueError where that is another's. One without a check was written before 0.2."""
+def unsealed(value: Any, key: str) -> dict[str, Any]:
+    """The object without its check; ValueError where that does not fit. One from before there were checks has none."""
     if not isinstance(value, dict):
         raise ValueError(f"it is no object, but {type(value).__name__}")
-    rest = {name: inner for name, inner in value.items() if name != CHECK}
-    if CHECK in value and value[CHECK] != fingerprint(rest):
-        raise ValueError("its content is not what was written: it does not fit its check")
-    return rest
+
+    def without(member: str) -> dict[str, Any]:
+        return {name: inner for name, inner in value.items() if name != member}
+
+    fits = [
+        name for name, inner in value.items() if _may_be_check(inner) and inner == fingerprint({key: without(name)})
+    ]
+    if fits != [CHECK] * (CHECK in value):  # also where it fits under another name: that was damaged
+        raise ValueError("it does not fit its check")
+    return without(CHECK)
+
+
+def _may_be_check(value: Any) -> bool:
+    return isinstance(value, str) and re.fullmatch("[0-9a-f]{16}", value) is not None
 
 
 def _refuse(constant: str) -> None:

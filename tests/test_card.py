@@ -13,7 +13,7 @@ import pytest
 import torch
 from conftest import compose
 from safetensors.torch import load_file, save_file
-from test_train import DESCRIPTION, TARGET, V, pieces, sample, stage
+from test_train import DESCRIPTION, FEATURES, TARGET, V, pieces, sample, stage
 
 from eagle3_ray.capture import CaptureSpec
 from eagle3_ray.card import launch_command, publish_card
@@ -26,16 +26,14 @@ from eagle3_ray.store.commits import Units
 from eagle3_ray.train.loop import Training
 from eagle3_ray.train.start import frozen_start
 
-ABOUT = DESCRIPTION | {"engine": "sglang", "engine_version": "0.5.23", "engine_dtype": "float32"}
-
 
 def trained(root: Path) -> tuple[Run, Units, dict[str, Any]]:
     """A run with a drafter of no training at `d`, as ray_jobs.train leaves it, and its summary."""
     config, features = stage(root, heldout=5)
     config.engine.version, config.engine.dtype, config.hardware.device = "0.5.23", "float32", "cpu"
     config.prompts.source, config.drafter.draft_vocab_size = str(root / "prompts.jsonl"), 12
-    features.describe(ABOUT)
-    start = frozen_start(config, features, ABOUT, "d")
+    features.describe(DESCRIPTION)
+    start = frozen_start(config, features, DESCRIPTION, "d")
     drafter = Drafter(read_config(start["drafter"]), torch.tensor(start["draft_ids"]))
     initialise(drafter, pieces(), seed=0)
     training = Training(config.train, drafter, pieces().head, torch.device("cpu"))
@@ -87,7 +85,7 @@ def test_the_card_tells_what_the_store_holds(tmp_path: Path):
         "`LlamaForCausalLMEagle3`, 1 layer, hidden size 16",
         f"12 of {V} tokens",
         "30, 12,345 tokens, 6,789 of them the target's answers",
-        "| capture fingerprint | `ff` |",
+        f"| capture fingerprint | `{FEATURES}` |",
         "| boundaries | 2, 4, 6 (",
         "| layer ids | 1, 3, 5, as",
         "| captured by | sglang 0.5.23, float32 |",

@@ -14,7 +14,6 @@ import torch
 from conftest import ROOT, compose
 
 from eagle3_ray import evaluate as evaluation
-from eagle3_ray.capture import fingerprint
 from eagle3_ray.config import (
     ConfigError,
     DrafterConfig,
@@ -32,6 +31,7 @@ from eagle3_ray.drafter.shape import drafter_config
 from eagle3_ray.engines.base import Response
 from eagle3_ray.evaluate import SETTINGS, heldout
 from eagle3_ray.run import Run, check_values, open_run
+from eagle3_ray.strict_json import fingerprint
 
 
 def test_the_demo_serves_in_the_precision_that_it_captures() -> None:

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from safetensors.torch import load_file, save, save_file
+from stores import listed
 
 from eagle3_ray.config import (
     CaptureConfig,
@@ -48,6 +49,7 @@ from eagle3_ray.store.cache import Cache
 from eagle3_ray.store.commits import Units
 from eagle3_ray.store.filesystem import Filesystem
 from eagle3_ray.store.shards import Features, Response, target_rows, write_features, write_responses
+from eagle3_ray.strict_json import fingerprint
 from eagle3_ray.train.features import WINDOW, batches, epoch_order, heldout, positions, stream
 from eagle3_ray.train.loop import Training
 from eagle3_ray.train.trainer import UNTRAINED, export_drafter, train_drafter
@@ -328,17 +330,23 @@ def test_workers_train_what_one_worker_does(tmp_path: Path, world: int):
             torch.testing.assert_close(weights[name], tensor, atol=1e-5, rtol=0, msg=name)
 
 
+DESCRIPTION = {"responses": "rr", "boundaries": [2, 4, 6]}
+DESCRIPTION |= {"engine": "sglang", "engine_version": "0.5.23", "engine_dtype": "float32"}
+FEATURES = fingerprint(DESCRIPTION)
+
+
 def store(root: Path, samples: int, unit: int, make: Callable[[int], Features] = sample) -> Units:
     """A store of features, and of the responses they belong to, in two domains."""
     files = Filesystem(str(root / "store"))
-    features, responses = Units(files, "features", "ff"), Units(files, "responses", "rr")
+    features, responses = Units(files, "features", FEATURES), Units(files, "responses", "rr")
     for first in range(0, samples, unit):
         group = [make(number) for number in range(first, first + unit)]
         path = root / "shard"
-        write_features(path, group, "ff")
-        features.commit(f"u{first:04}", path, [{"id": s.id} for s in group])
-        write_responses(path, [response(s) for s in group], "rr")
-        responses.commit(f"u{first:04}", path, [{"id": s.id} for s in group])
+        write_features(path, group, FEATURES)
+        features.commit(f"u{first:04}", path, listed(group))
+        answers = [response(s) for s in group]
+        write_responses(path, answers, "rr")
+        responses.commit(f"u{first:04}", path, listed(answers))
     return features
 
 
@@ -384,9 +392,6 @@ def stage(root: Path, make: Callable[[int], Features] = sample, **changes: Any) 
         cluster=ClusterConfig(),
     )
     return config, store(root, samples=30, unit=3, make=make)
-
-
-DESCRIPTION = {"responses": "rr", "boundaries": [2, 4, 6]}
 
 
 def kill_worker_after(path: Path, killed: list[int]) -> None:

@@ -22,7 +22,7 @@ from uuid import uuid4
 
 from eagle3_ray import strict_json
 from eagle3_ray.store.cache import Cache
-from eagle3_ray.store.filesystem import Filesystem, StoreError
+from eagle3_ray.store.filesystem import Damaged, Filesystem, StoreError
 from eagle3_ray.store.parallel import in_parallel
 
 if TYPE_CHECKING:
@@ -69,61 +69,64 @@ class Units:
             raise StoreError("\n".join([f"{self.files.url(key)} describes something else:", *lines]))
 
     def description(self) -> dict[str, Any]:
-        """What the fingerprint stands for. StoreError where there is none, or that of another fingerprint."""
+        """What the fingerprint stands for. StoreError where there is none, Damaged where it is another's."""
         try:
             found = self.files.read_json(self._description)
         except FileNotFoundError as error:
             raise StoreError(f"nothing is stored here yet: no {self.files.url(self._description)}") from error
         decides = {name: value for name, value in found.items() if name not in DECIDES_NOTHING}
         if strict_json.fingerprint(decides) != self.fingerprint:
-            raise StoreError(f"{self.files.url(self._description)} describes something else than its folder's name")
+            raise Damaged(f"{self.files.url(self._description)} describes something else than its folder's name")
         return found
 
     def commit(self, unit: str, shard: Path, samples: list[dict[str, Any]], **facts: Any) -> bool:
         """Store a local shard as this unit; False when another attempt was first."""
-        commit_key = self._commit_key(unit)
         if self.has(unit):
             return False
         key = f"{self.folder}/shards/{unit}.{uuid4().hex[:12]}.safetensors"
         commit = Commit(unit, key, shard.stat().st_size, _sha256(shard), samples, facts)
         self.files.upload(shard, key)
-        if self.files.create_json(commit_key, asdict(commit)):
+        if self.create(commit):
             return True
         if self.read_commit(unit).shard == key:  # it was created, only the answer was lost: the shard is in use
             return True
         self.files.delete(key)
         return False
 
+    def create(self, commit: Commit) -> bool:
+        """Finish a unit whose shard is stored; False where it is finished."""
+        return self.files.create_json(self._commit_key(commit.unit), asdict(commit))
+
     def has(self, unit: str) -> bool:
         """Whether this unit is finished: one request, where `committed` lists them all."""
         return self.files.exists(self._commit_key(unit))
 
     def committed(self) -> list[str]:
-        """The names of the finished units, sorted. StoreError where something else lies among their commits."""
-        folder = f"{self.folder}/commits/"
-        units = []
-        for key in self.files.list(folder):
-            unit = key.removeprefix(folder).removesuffix(".json")
-            if not NAME.fullmatch(unit) or key != self._commit_key(unit):
-                raise StoreError(f"{self.files.url(key)} is no commit; remove it")
-            units.append(unit)
-        return sorted(units)
+        """The names of the finished units, sorted; Damaged where something else lies among their commits."""
+        return sorted(self.unit_of(key) for key in self.files.list(f"{self.folder}/commits"))
+
+    def unit_of(self, key: str) -> str:
+        """The unit whose commit has this key."""
+        unit = key.removeprefix(f"{self.folder}/commits/").removesuffix(".json")
+        if not NAME.fullmatch(unit) or key != self._commit_key(unit):
+            raise Damaged(f"{self.files.url(key)} is no commit; remove it")
+        return unit
 
     def read_commit(self, unit: str) -> Commit:
-        """The commit of a finished unit, or StoreError where what lies there cannot be it."""
+        """The commit of a finished unit; Damaged where what lies there cannot be it."""
         key = self._commit_key(unit)
         found = self.files.read_json(key)
         try:
             return _parsed(found, self.kind, self.folder, unit)
         except ValueError as error:
-            raise StoreError(f"{self.files.url(key)} is not the commit of unit {unit}: {error}") from None
+            raise Damaged(f"{self.files.url(key)} is not the commit of unit {unit}: {error}") from None
 
     def commits(self, units: list[str] | None = None) -> list[Commit]:
-        """Every finished unit, sorted by name, or those named, in their order. StoreError as `read_commit`, and where
-        two hold a sample of the same id."""
+        """Every finished unit, sorted by name, or those named, in their order. Damaged as `read_commit`, and where two
+        hold a sample of the same id."""
         found = list(in_parallel(self.read_commit, self.committed() if units is None else units))
         for sample, one, other in doubled(found):
-            raise StoreError(f"{self.files.url(self.folder)}: sample {sample!r} is in the units {one} and {other}")
+            raise Damaged(f"{self.files.url(self.folder)}: sample {sample!r} is in the units {one} and {other}")
         return found
 
     def open(self, commit: Commit, cache: Cache) -> ShardReader:
@@ -151,7 +154,7 @@ class Units:
         if fault and not self.files.local:
             fault = self._copy(commit, cache)
         if fault:
-            raise StoreError(f"shard {url} {fault}; delete {self.files.url(self._commit_key(commit.unit))} to redo it")
+            raise Damaged(f"shard {url} {fault}; delete {self.files.url(self._commit_key(commit.unit))} to redo it")
         if not self.files.local:
             cache.used(path)
         return path
@@ -206,8 +209,8 @@ def _parsed(found: dict[str, Any], kind: str, folder: str, unit: str) -> Commit:
                 raise ValueError(f"{name} of its sample {number} is {sample.get(name)!r}")
     if not isinstance(commit.facts, dict) or not _are_failures(commit.facts.get("failed", [])):
         raise ValueError("its facts are no object, or do not list failed samples by id and reason")
-    for sample, _, _ in doubled([commit]):
-        raise ValueError(f"it lists sample {sample!r} twice")
+    for name, _, _ in doubled([commit]):
+        raise ValueError(f"it lists sample {name!r} twice")
     return commit
 
 

@@ -66,6 +66,10 @@ def below(folder: Path, key: str) -> Path:
     return folder / checked(key)
 
 
+class Damaged(StoreError):
+    """What is stored is not what was written there, or not what it is taken for."""
+
+
 @dataclass(frozen=True)
 class Entry:
     """An object in a listing."""
@@ -122,20 +126,20 @@ class Filesystem:
                 return file.read(-1 if end is None else max(0, end - (start or 0)))
 
     def read_json(self, key: str) -> dict[str, Any]:
-        """What `write_json` or `create_json` put there. StoreError where it is anything else, as by damage."""
+        """What `write_json` or `create_json` put there; Damaged where it is anything else."""
         data = self.read(key)
         try:
-            return strict_json.unsealed(strict_json.loads(data))
+            return strict_json.unsealed(strict_json.loads(data), key)
         except ValueError as error:
-            raise StoreError(f"{self.url(key)} cannot be used: {error}; deleted, it is made again") from None
+            raise Damaged(f"{self.url(key)} is not what was written: {error}") from None
 
     def write_json(self, key: str, value: dict[str, Any]) -> None:
         """Put an object as sealed JSON (strict_json.py), in place of any other."""
-        self.write(key, _json(value))
+        self.write(key, _json(value, key))
 
     def create_json(self, key: str, value: dict[str, Any]) -> bool:
         """As `create`, with sealed JSON."""
-        return self.create(key, _json(value))
+        return self.create(key, _json(value, key))
 
     def write(self, key: str, data: bytes) -> None:
         """Put the object, in place of any other."""
@@ -283,8 +287,8 @@ class Filesystem:
         return clean(f"; store.storage_options sets {', '.join(shown) or 'nothing'}", self.storage_options)
 
 
-def _json(value: dict[str, Any]) -> bytes:
-    return strict_json.dumps(strict_json.sealed(value), indent=1, sort_keys=True, ensure_ascii=False).encode()
+def _json(value: dict[str, Any], key: str) -> bytes:
+    return strict_json.dumps(strict_json.sealed(value, key), indent=1, sort_keys=True, ensure_ascii=False).encode()
 
 
 def _kept(keys: Iterable[str], folder: str) -> Iterator[str]:

@@ -54,7 +54,7 @@ def frozen_start(config: Config, features: Units, description: dict[str, Any], p
     """start.json, made where there is none; ConfigError where the one there began with other settings."""
     key = f"{prefix}/start.json"
     train = {name: value for name, value in asdict(config.train).items() if name not in PLACEMENT}
-    made_of = {"fingerprint": features.folder.rpartition("/")[2], "responses": description["responses"]}
+    made_of = {"fingerprint": features.fingerprint, "responses": description["responses"]}
     settings = {"features": made_of, "drafter": config.drafter.made_of(), "train": train}
     if not features.files.exists(key):
         start = {"settings": settings, **_decided(config, features, description, prefix)}
@@ -169,8 +169,8 @@ def _random_rows(seed: int, features: Units, commits: list[Commit]) -> Iterator[
         if read >= COUNTED_ROWS:
             return
         if shard not in readers:
-            fingerprint = features.folder.rpartition("/")[2]
-            readers[shard] = ShardReader(commits[shard].shard, fingerprint, features.files)
+            commit = commits[shard]
+            readers[shard] = ShardReader(commit.shard, features.fingerprint, features.files, commit.samples)
         rows = readers[shard].features(i).last_hidden  # [R, H]
         read += len(rows)
         yield rows

@@ -206,7 +206,7 @@ def _work(given: dict[str, Any]) -> None:
     rank, world = ray.train.get_context().get_world_rank(), ray.train.get_context().get_world_size()
     training = _build(task, ray.train.torch.get_device())
     consumed = _resume(files, f"{task.prefix}/state", training)
-    commits = [task.features.read_commit(unit) for unit in task.start["units"]]
+    commits = task.features.commits(task.start["units"])
     cache = node_cache(task.config.store)
     held = [(task.start["units"].index(unit), i) for unit, i in task.start["heldout"]]
     heldout = read_samples(task.features, commits, cache, held) if rank == 0 else []
