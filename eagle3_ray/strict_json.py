@@ -47,16 +47,11 @@ def unsealed(value: Any, key: str) -> dict[str, Any]:
     def without(member: str) -> dict[str, Any]:
         return {name: inner for name, inner in value.items() if name != member}
 
-    fits = [
-        name for name, inner in value.items() if _may_be_check(inner) and inner == fingerprint({key: without(name)})
-    ]
+    may = [name for name, inner in value.items() if isinstance(inner, str) and re.fullmatch("[0-9a-f]{16}", inner)]
+    fits = [name for name in may if value[name] == fingerprint({key: without(name)})]
     if fits != [CHECK] * (CHECK in value):  # also where it fits under another name: that was damaged
         raise ValueError("it does not fit its check")
     return without(CHECK)
-
-
-def _may_be_check(value: Any) -> bool:
-    return isinstance(value, str) and re.fullmatch("[0-9a-f]{16}", value) is not None
 
 
 def _refuse(constant: str) -> None:

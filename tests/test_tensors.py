@@ -78,6 +78,33 @@ def test_damaged_files_are_named(tmp_path: Path):
         Tensors(Filesystem(str(tmp_path))).read("z")
 
 
+@pytest.mark.parametrize(
+    "header",
+    ["[]", '{"a": 1}', '{"a": {}}', "[" * 100_000]
+    + ['{"a": {"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]}}']
+    + ['{"a": {"dtype": "F32", "shape": [1], "data_offsets": [9, 4]}}']
+    + ['{"a": {"dtype": 7, "shape": [], "data_offsets": [0]}}'],
+)
+def test_a_header_that_is_none_is_told_in_a_sentence(tmp_path: Path, header: str) -> None:
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header.encode() + bytes(8))
+    with pytest.raises(StoreError, match="model.safetensors is no safetensors file"):
+        Tensors(Filesystem(str(tmp_path)))
+
+
+@pytest.mark.parametrize("index", ["[]", "{}", '{"weight_map": []}', '{"weight_map": {"a": 1}}', "[" * 100_000])
+def test_an_index_that_is_none_is_told_in_a_sentence(tmp_path: Path, index: str) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(StoreError, match="model.safetensors.index.json is no index of safetensors files"):
+        Tensors(Filesystem(str(tmp_path)))
+
+
+@pytest.mark.parametrize("file", ["../outside.safetensors", "/etc/passwd", "a/../../b"])
+def test_an_index_cannot_name_a_file_elsewhere(tmp_path: Path, file: str) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": file}}))
+    with pytest.raises(StoreError, match="cannot be the key of an object"):
+        Tensors(Filesystem(str(tmp_path)))
+
+
 # ---------------------------------------------------------------- target.weights
 
 

@@ -7,7 +7,6 @@ Format: https://github.com/huggingface/safetensors#format.
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -15,7 +14,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from eagle3_ray.store.filesystem import StoreError
+from eagle3_ray import strict_json
+from eagle3_ray.store.filesystem import StoreError, checked
 from eagle3_ray.store.layout import DTYPES, MAX_HEADER
 from eagle3_ray.store.parallel import in_parallel
 
@@ -53,9 +53,11 @@ class Tensors:
         self._source = source
         self._headers: dict[str, dict[str, Entry]] = {}
         try:
-            self._file_of: dict[str, str] = json.loads(source.read(INDEX))["weight_map"]
+            self._file_of = _weight_map(source.read(INDEX))
         except FileNotFoundError:
             self._file_of = dict.fromkeys(self._header(SINGLE), SINGLE)
+        except ValueError as error:
+            raise StoreError(f"{source.url(INDEX)} is no index of safetensors files: {error}") from None
 
     def names(self) -> list[str]:
         return list(self._file_of)
@@ -92,14 +94,25 @@ class Tensors:
             try:
                 if not 0 < length <= MAX_HEADER:
                     raise ValueError(f"a header of {length} bytes")
-                header: dict[str, Any] = json.loads(self._source.read(file, 8, 8 + length))
-            except ValueError as error:
-                raise StoreError(f"{self._source.url(file)} is no safetensors file: {error}") from None
-            header.pop("__metadata__", None)
-            self._headers[file] = {name: _entry(file, about, 8 + length) for name, about in header.items()}
+                header = strict_json.loads(self._source.read(file, 8, 8 + length))
+                header.pop("__metadata__", None)
+                self._headers[file] = {name: _entry(file, about, 8 + length) for name, about in header.items()}
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise StoreError(f"{self._source.url(file)} is no safetensors file: {error!r}") from None
         return self._headers[file]
 
 
+def _weight_map(data: bytes) -> dict[str, str]:
+    """The file of each tensor; ValueError where the index names none, or one that lies elsewhere."""
+    index = strict_json.loads(data)
+    found = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(found, dict) or not all(isinstance(file, str) for file in found.values()):
+        raise ValueError("it has no weight_map")
+    return {name: checked(file) for name, file in found.items()}
+
+
 def _entry(file: str, about: dict[str, Any], start: int) -> Entry:
-    begin, end = about["data_offsets"]
-    return Entry(file, about["dtype"], tuple(about["shape"]), start + begin, start + end)
+    dtype, shape, (begin, end) = about["dtype"], about["shape"], about["data_offsets"]
+    if not isinstance(dtype, str) or not all(type(n) is int and n >= 0 for n in (*shape, begin, end)) or begin > end:
+        raise ValueError(f"a tensor of {dtype} {shape} at {begin}:{end}")
+    return Entry(file, dtype, tuple(shape), start + begin, start + end)
