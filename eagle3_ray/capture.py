@@ -16,7 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from eagle3_ray.config import STORED_DTYPES, Config, ConfigError, TargetConfig
+from eagle3_ray.config import Config, ConfigError, TargetConfig
 from eagle3_ray.secrets import is_secret
 
 TOKENIZER_FILES = (
@@ -213,8 +213,6 @@ def capture_spec(config: Config, model: dict[str, Any]) -> CaptureSpec:
     if boundaries is None:
         boundaries = [2, layers // 2, layers - 3]
     check_boundaries(boundaries, layers)
-    if config.capture.dtype not in STORED_DTYPES:
-        raise ConfigError(f"capture.dtype: {config.capture.dtype!r} is none of {', '.join(STORED_DTYPES)}")
     return CaptureSpec(tuple(boundaries), int(model_value(model, "hidden_size")), config.capture.dtype)
 
 

@@ -111,8 +111,9 @@ def test_what_sglang_or_the_walk_cannot_do_is_refused_before_any_engine_starts()
     told = refusal(baseline=False)  # of the demo, which simulates
     assert told.endswith("not with evaluate.baseline=False; evaluate.simulate=false leaves it out")
     assert refusal(sweep=[[3, 2, 8]], source=None).startswith("evaluate.source: None with evaluate.suites=[]")
-    several = {"a": SuiteConfig("a.jsonl"), "b": SuiteConfig("b.jsonl", max_new_tokens=0)}
+    several = {"a": SuiteConfig("a.jsonl"), "b": SuiteConfig("b.jsonl")}
     assert refusal(suites=several).startswith(f"evaluate.source: {config.evaluate.source!r} with evaluate.suites=['a',")
+    several["b"] = SuiteConfig("b.jsonl", max_new_tokens=0)
     assert refusal(source=None, suites=several) == "evaluate.suites.b.max_new_tokens: 0 is less than 1"
     tree = dataclasses.replace(config.evaluate, simulate=True, num_steps=3, topk=2, num_draft_tokens=8)
     check_values(dataclasses.replace(config, evaluate=tree))  # trees are walked too
