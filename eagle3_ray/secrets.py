@@ -91,7 +91,7 @@ _NAMED = re.compile(
 _QUOTED = re.compile(r"'(?:\\.|[^'\\])+'?|\"(?:\\.|[^\"\\])+\"?")
 _PLAIN = re.compile(r"(?:[^\s&'\"<>,;]|[,;](?!\s|$|[\w.-]+[=:]))+")
 _REST = re.compile(r"\S.*")  # of a line
-_WORD = re.compile(r"[A-Za-z0-9+/_=-]{20,}")
+_WORD = re.compile(r"[A-Za-z0-9+/_-]{20,}={0,2}")
 _PIECE = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])|\d+")  # Qwen | 3 | 30 | B
 _DIGEST = re.compile(r"[0-9a-f]+|[0-9A-F]+")
 
@@ -108,10 +108,9 @@ def _named_blotted(text: str) -> str:
     kept, at = [], 0
     for found in _NAMED.finditer(text):
         kind, name = found.lastgroup, str(found[str(found.lastgroup)])
-        # `key` alone is also an object's in the store
-        if found.end() < at or not is_secret(name) or (name.lower() == "key" and kind not in ("line", "flow")):
-            continue
-        if kind in ("line", "flow") and re.search(r"(?:Error|Exception|Warning)$", name):
+        # `key` alone is also an object's in the store, `TokenError: …` the end of a traceback
+        of_object = name.lower() == "key" and kind not in ("line", "flow") and text[found.start() - 1] not in "?&;"
+        if found.end() < at or not is_secret(name) or of_object or name.endswith(("Error", "Exception", "Warning")):
             continue
         value = _QUOTED.match(text, found.end()) or (_REST if kind == "line" else _PLAIN).match(text, found.end())
         if value and HIDDEN not in value[0]:
@@ -123,16 +122,19 @@ def _named_blotted(text: str) -> str:
 
 def _random_blotted(word: str) -> str:
     """HIDDEN for random characters, which a path, a name or a digest are not."""
-    base64 = word[0] != "/" and (len(word) == 40 or word[-1] == "=" or "+" in word)  # 40: AWS's secret keys
-    parts = [word] if base64 else re.split("([/=])", word)
-    return "".join(HIDDEN if _is_random(part) else part for part in parts)
+    if re.fullmatch("[A-Za-z0-9+][A-Za-z0-9+/]{39}", word):  # as AWS's secret keys, of which some hold words
+        parts, most = [word], 3.3
+    else:
+        parts, most = [word] if word[0] != "/" and ("=" in word or "+" in word) else re.split("(/)", word), 2.4
+    return "".join(HIDDEN if _is_random(part, most) else part for part in parts)
 
 
-def _is_random(part: str) -> bool:
-    """Whether the case changes, and letters and digits do, more often than in anything with a meaning.
+def _is_random(part: str, most: float) -> bool:
+    """Whether case, letters and digits change more often than in anything with a meaning: after fewer than `most`
+    characters.
 
     Of 75,000 long words in the sources of SGLang, Ray, Transformers and this project 10 are taken for secrets, of as
-    many file names none, of random tokens of 32 characters 9 in 10; Shannon's entropy parts them far worse.
+    many file names none, of random tokens of 32 characters 9 in 10.
     """
     runs = [run for run in re.findall("[A-Za-z0-9]+", part) if not _DIGEST.fullmatch(run)]
     length = sum(map(len, runs))
@@ -140,10 +142,10 @@ def _is_random(part: str) -> bool:
         return False
     mean = length / sum(len(_PIECE.findall(run)) for run in runs)
     text = "".join(runs)
-    kinds = [any(map(kind, text)) for kind in (str.islower, str.isupper, str.isdigit)]
-    if all(kinds):
-        return mean < 2.4
-    return sum(kinds) == 2 and kinds[2] and len(runs) == 1 and length >= 24 and mean < 3.0
+    lower, upper, digits = (any(map(kind, text)) for kind in (str.islower, str.isupper, str.isdigit))
+    if lower and upper and digits:
+        return mean < most
+    return digits and len(runs) == 1 and length >= 24 and mean < 3.0
 
 
 # ---------------------------------------------------------------- by equality
