@@ -17,7 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from eagle3_ray.config import Config, ConfigError, TargetConfig
-from eagle3_ray.secrets import is_secret
+from eagle3_ray.secrets import described
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -168,9 +168,8 @@ def engine_args(config: Config, purpose: str) -> dict[str, Any]:
 
 
 def deciding_args(config: Config, purpose: str) -> dict[str, Any]:
-    """Those that can change what the engine computes, and its environment."""
-    env = {name: value for name, value in config.hardware.env.items() if not is_secret(name)}
-    given = {"engine_args": engine_args(config, purpose), "engine_env": env}
+    """Those that can change what the engine computes, and its environment; no secrets."""
+    given = described({"engine_args": engine_args(config, purpose), "engine_env": config.hardware.env})
     return {group: {k: v for k, v in sorted(of.items()) if k not in SPEED_ARGS} for group, of in given.items()}
 
 

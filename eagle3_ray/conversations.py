@@ -21,6 +21,7 @@ from typing import Any
 import fsspec
 
 from eagle3_ray.config import ConfigError, PromptsConfig
+from eagle3_ray.secrets import blotted
 
 ANSWER = "\ue000answer\ue000"  # stands where the template puts an answer; private-use characters, in no real text
 SPOKEN = ("messages", "conversations", "prompt", "turns", "question", "problem")  # the first that is there counts
@@ -86,7 +87,7 @@ def _read_files(source: str, storage_options: dict[str, Any]) -> Iterator[dict[s
                     try:
                         yield json.loads(line)
                     except ValueError as error:
-                        yield {"error": f"{os.path.basename(name)} line {number} is not JSON: {error}"}
+                        yield {"error": f"{blotted(os.path.basename(name))} line {number} is not JSON: {error}"}
 
 
 def _read_dataset(name: str, subset: str | None, split: str) -> Iterator[dict[str, Any]]:

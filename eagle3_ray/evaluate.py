@@ -115,7 +115,7 @@ def evaluate(
         **summarised(run, drafter, dict(zip(chosen, results, strict=True)), plain, rivalling),
         "seconds": round(time.monotonic() - start, 1),
     }
-    run.files.write_json(key, summary)
+    run.write_json(key, summary)
     return summary
 
 

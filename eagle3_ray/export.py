@@ -72,7 +72,7 @@ def export_with(run: Run, features: Units, drafter: str, layer_ids: list[int]) -
             "bytes": sum(path.stat().st_size for path in folder.iterdir()),
         }
     publish_card(run, features, drafter, summary)
-    run.files.write_json(f"{drafter}/export.json", summary)
+    run.write_json(f"{drafter}/export.json", summary)
     return summary
 
 

@@ -34,6 +34,7 @@ from eagle3_ray.probe import check_norms, probe, probe_sequences
 from eagle3_ray.progress import Progress
 from eagle3_ray.restarts import FAILED_STARTS, RestartingEngine
 from eagle3_ray.run import Run
+from eagle3_ray.secrets import Sealed
 from eagle3_ray.store.cache import node_cache, scratch
 from eagle3_ray.store.commits import Commit, Units
 from eagle3_ray.store.precision import stored
@@ -81,7 +82,7 @@ def extract(run: Run, corpus: Corpus) -> dict[str, Any]:
             "seconds": round(time.monotonic() - start, 1),
             "engine_starts": sum(row["engine_starts"] for row in worked),
         }
-        run.files.write_json(f"{features.folder}/summary.json", summary)
+        run.write_json(f"{features.folder}/summary.json", summary)
     _check_failures(run, corpus, summary)
     return summary
 
@@ -140,7 +141,7 @@ def _rows(run: Run, corpus: Corpus, todo: list[str]) -> Iterator[dict[str, Any]]
     units = min(UNITS, len(todo) // actors)  # with more, the first actor that is up takes what the others wait for
     dataset = ray.data.from_items([{"unit": unit} for unit in todo], override_num_blocks=len(todo)).map_batches(
         Extractor,
-        fn_constructor_kwargs={"run": run, "corpus": corpus},
+        fn_constructor_kwargs={"run": Sealed(run), "corpus": corpus},
         batch_size=1,
         compute=ray.data.ActorPoolStrategy(
             min_size=min(hardware.min_actors or actors, actors),
@@ -162,7 +163,8 @@ class Extractor:
     """One actor of the pool, called with a unit from several threads at once. They share one engine, which starts with
     the first request and again after it died."""
 
-    def __init__(self, run: Run, corpus: Corpus) -> None:
+    def __init__(self, run: Run | Sealed[Run], corpus: Corpus) -> None:
+        run = run.inside if isinstance(run, Sealed) else run
         self.engine = RestartingEngine(self._start)
         self.staging, self.staging_lock = own_folder(scratch(run.config.store))
         self.uploads = Uploads(run.config.store, self.staging)

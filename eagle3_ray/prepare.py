@@ -64,7 +64,7 @@ def prepare(run: Run, prompts: PromptsConfig) -> Corpus:
     summary = run.read_json(f"prompts/{key}/summary.json")
     if summary is None:
         summary = _write(run, prompts, key, records) | {"seconds": round(time.monotonic() - start, 1)}
-        run.files.write_json(f"prompts/{key}/summary.json", summary)
+        run.write_json(f"prompts/{key}/summary.json", summary)
     bad, records_read = summary["bad"], summary["records"]
     if not summary["prompts"] or bad > prompts.max_bad_share * records_read:
         worst = "; ".join(f"{count} x {reason}" for reason, count in list(summary["reasons"].items())[:5])

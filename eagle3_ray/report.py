@@ -63,7 +63,7 @@ def summarise(
         "engines": {"extract": extraction.get("engines"), "evaluate": [evaluation["engine"]]},
         "versions": {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}},
     }
-    run.files.write_json(f"{folder}/summary.json", summary)
+    run.write_json(f"{folder}/summary.json", summary)
     config = strict_json.dumps(masked(asdict(run.config)), indent=1)  # not sealed: it may be read as settings
     run.files.write(f"{folder}/config.json", config.encode())
     return summary

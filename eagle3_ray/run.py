@@ -34,6 +34,7 @@ from eagle3_ray.config import (
     draftings,
     suites,
 )
+from eagle3_ray.secrets import Secret, clean, is_secret, known, marked
 from eagle3_ray.store.commits import Units
 from eagle3_ray.store.filesystem import TEMPORARY, Filesystem, StoreError
 from eagle3_ray.strict_json import fingerprint
@@ -88,6 +89,9 @@ class Run:
         except FileNotFoundError:
             return None
 
+    def write_json(self, key: str, value: dict[str, Any]) -> None:
+        """Put an object into the store, without the secrets that may be in it."""
+        self.files.write_json(key, clean(value))
 
 def named_features(config: Config, files: Filesystem) -> tuple[Units, dict[str, Any]]:
     """The features of features.folder, and their description. ConfigError where they are not there."""
@@ -196,6 +200,7 @@ def _digests(files: Filesystem, folder: str) -> dict[str, str]:
 
 def open_run(config: Config) -> Run:
     """Check the configuration and open what it names. ConfigError says which setting cannot work, and its value."""
+    _mark_secrets(config)
     check_values(config)
     try:
         files = Filesystem(config.store.root, config.store.storage_options, config.store.exclusive_create)
@@ -244,6 +249,22 @@ def open_run(config: Config) -> Run:
     if config.features.folder:
         _check_target(config, files, target)
     return Run(config, files, model, target, spec)
+
+
+def _mark_secrets(config: Config) -> None:
+    """Of the settings that name no values of their own: what is a secret is hidden wherever they are shown."""
+    secrets = known(config.store.storage_options)
+    hardware = config.hardware
+    for group, name in [(config.target, "args"), (config.engine, "args"), (hardware, "env"), (hardware, "args")] + [
+        (hardware, f"{purpose}_args") for purpose in ("capture", "serve")
+    ]:
+        setattr(group, name, marked(getattr(group, name), secrets))
+    for name, value in hardware.env.items():
+        if hardware.nodes_per_engine > 1 and (isinstance(value, Secret) or is_secret(name)):
+            raise ConfigError(
+                f"hardware.env.{name}: the Ray job of an engine with hardware.nodes_per_engine="
+                f"{hardware.nodes_per_engine} would show it; a secret goes into the environment of `ray start`"
+            )
 
 
 def _check_format(config: Config, model: dict[str, Any], boundaries: list[int]) -> None:

@@ -60,7 +60,7 @@ def verify(run: Run, corpus: Corpus, features: Units, drafter: str, anew: bool =
         measured = {**measured, "identified": found["causes"][0] if found["causes"] else None}
         causes = judge(measured)
     summary = {"verdict": "misaligned" if causes else "aligned", "causes": causes, **measured}
-    run.files.write_json(f"{key}/summary.json", summary)
+    run.write_json(f"{key}/summary.json", summary)
     return summary
 
 
@@ -84,7 +84,7 @@ def elsewhere(run: Run) -> dict[str, Any]:
     }
     key = f"verifications/{fingerprint(decides)}/summary.json"
     summary = found | {"features_path": config.features.path, "summary_path": run.files.url(key)}
-    run.files.write_json(key, summary)
+    run.write_json(key, summary)
     return summary
 
 
@@ -104,7 +104,7 @@ def _kept(run: Run, key: str) -> dict[str, Any] | None:
 
 def _watch(run: Run, corpus: Corpus, features: Units, drafter: str, engine: SGLangEngine, folder: Path) -> None:
     measured = measure(run, corpus, features, drafter, engine, folder)
-    run.files.write_json(f"{verification_key(run, features, drafter)}/measured.json", measured)
+    run.write_json(f"{verification_key(run, features, drafter)}/measured.json", measured)
 
 
 def _alone(run: Run, corpus: Corpus, features: Units, drafter: str) -> dict[str, Any]:

@@ -36,6 +36,7 @@ from eagle3_ray.drafter.model import Drafter
 from eagle3_ray.drafter.shape import read_config
 from eagle3_ray.drafter.target import initialise, load_pieces
 from eagle3_ray.progress import Progress
+from eagle3_ray.secrets import Sealed
 from eagle3_ray.store.cache import node_cache
 from eagle3_ray.store.commits import Units
 from eagle3_ray.store.filesystem import Filesystem
@@ -162,7 +163,7 @@ def _fit(task: Task) -> None:
     train = task.config.train
     TorchTrainer(
         _work,
-        train_loop_config={"task": task},
+        train_loop_config={"task": Sealed(task)},
         scaling_config=ScalingConfig(
             num_workers=train.num_workers,
             use_gpu=train.use_gpu,
@@ -199,7 +200,7 @@ def _work(given: dict[str, Any]) -> None:
     import ray.train
     import ray.train.torch
 
-    task: Task = given["task"]
+    task: Task = given["task"].inside
     train, files = task.config.train, task.files
     if not train.use_gpu:
         torch.set_num_threads(train.cpus_per_worker)  # Ray's OMP_NUM_THREADS says 1 for a share of one CPU
