@@ -13,6 +13,7 @@ STORED_DTYPES = (*DTYPES, "float8_e4m3")
 COMPRESSIONS = ("none", "zstd")
 ENGINES = ("sglang", "transformers")
 LOSSES = ("soft_ce", "lk_alpha", "lk_lambda")
+ON_NONFINITE = ("stop", "skip")
 LAYOUTS = ("specforge", "speculators")
 ATTENTIONS = ("gqa", "mla")
 MLA_SIZES = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
@@ -167,6 +168,10 @@ class TrainConfig:
     min_lr_share: float = 0.1  # the cosine ends at this share of lr
     weight_decay: float = 0.0
     max_grad_norm: float = 0.5
+    # A step whose loss or gradient norm is not finite, or whose loss spikes, makes no update. stop: training ends, with
+    # exit code 1; skip: it goes on with the next batch
+    on_nonfinite: str = "stop"
+    loss_spike: float = 20.0  # a loss beyond so many times the mean of the last 50 (of 1 nat, if that is less) spikes
     seed: int = 0
     dtype: str = "bfloat16"  # of the forward pass; parameters and optimizer state are float32
     num_workers: int = 1
@@ -228,6 +233,8 @@ def _check_mla(settings: DrafterConfig, target: dict[str, Any]) -> None:
 
 # What changes how training runs, but not what comes of it
 PLACEMENT = {"num_workers", "use_gpu", "cpus_per_worker", "checkpoint_every", "max_failures"}
+# Nor do these, unless a step is skipped, which the summary says. So a training that stopped goes on with other ones
+PLACEMENT |= {"on_nonfinite", "loss_spike"}
 
 
 @dataclass

@@ -29,6 +29,7 @@ from eagle3_ray.config import (
     INITIAL_FC,
     INITIAL_LM_HEAD,
     LOSSES,
+    ON_NONFINITE,
     PLACEMENT,
     STORED_DTYPES,
     VOCABULARIES,
@@ -282,6 +283,7 @@ def check_values(config: Config) -> None:
         "store.compression": (config.store.compression, COMPRESSIONS),
         "train.dtype": (config.train.dtype, DTYPES),
         "train.loss": (config.train.loss, LOSSES),
+        "train.on_nonfinite": (config.train.on_nonfinite, ON_NONFINITE),
         "evaluate.dtype": (config.evaluate.dtype or config.engine.dtype, DTYPES),
         "hardware.device": (config.hardware.device, ("cuda", "cpu")),
         "drafter.vocabulary": (config.drafter.vocabulary, VOCABULARIES),
@@ -349,6 +351,8 @@ def check_values(config: Config) -> None:
         )
     if not 0 <= config.prompts.max_bad_share <= 1:
         raise ConfigError(f"prompts.max_bad_share: {config.prompts.max_bad_share} is not between 0 and 1")
+    if not 1 < config.train.loss_spike <= 1e6:
+        raise ConfigError(f"train.loss_spike: {config.train.loss_spike} is not above 1 and at most 1e6")
     if not 0 < config.train.step_decay <= 1:
         raise ConfigError(f"train.step_decay: {config.train.step_decay} is not above 0 and at most 1")
     _check_evaluate(config)

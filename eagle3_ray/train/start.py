@@ -58,7 +58,7 @@ def frozen_start(config: Config, features: Units, description: dict[str, Any], p
     settings = {"features": made_of, "drafter": config.drafter.made_of(), "train": train}
     if not features.files.exists(key):
         start = {"settings": settings, **_decided(config, features, description, prefix)}
-        features.files.create(key, json.dumps(start, indent=1, sort_keys=True).encode())
+        features.files.create(key, json.dumps(start, indent=1, sort_keys=True, allow_nan=False).encode())
     start = json.loads(features.files.read(key))
     for group, values in settings.items():
         for name, value in values.items():
