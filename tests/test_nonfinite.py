@@ -6,6 +6,7 @@ import json
 import math
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,9 @@ from test_train import counting, one_thread, pieces, positions, sample, training
 
 from eagle3_ray.drafter.loss import Metrics
 from eagle3_ray.store.commits import Commit
-from eagle3_ray.store.shards import Features
+from eagle3_ray.store.filesystem import StoreError
+from eagle3_ray.store.precision import stored
+from eagle3_ray.store.shards import Features, write_features
 from eagle3_ray.train.loop import Training
 from eagle3_ray.train.nonfinite import MOST, examine, sentence
 
@@ -223,6 +226,19 @@ def test_a_checkpoint_of_before_goes_on(tmp_path: Path) -> None:
     state = {name: tensor for name, tensor in first.state().items() if name not in ("recent_losses", "skipped_steps")}
     second.restore(state, taken=3)
     assert same(second.weights(), first.weights())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3"])
+@pytest.mark.parametrize("name", ["aux", "last_hidden"])
+def test_no_shard_is_written_of_states_that_are_not_finite(tmp_path: Path, name: str, dtype: str) -> None:
+    """The last line of defence, behind the check of each captured sample."""
+    for value in (math.inf, math.nan):
+        made = sample(2)
+        getattr(made, name)[1, 5] = value
+        broken = replace(made, **stored(made.aux, made.last_hidden, dtype))
+        with pytest.raises(StoreError, match=f"sample s2: its {name} is not finite"):
+            write_features(tmp_path / "shard", [broken], "ff")
+        assert not (tmp_path / "shard").exists()
 
 
 def _worker(rank: int, world: int, folder: str) -> None:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from eagle3_ray.store.filesystem import Filesystem, StoreError
 from eagle3_ray.store.layout import Columns, write_columns
-from eagle3_ray.store.precision import dequantise
+from eagle3_ray.store.precision import dequantise, finite
 
 STATES = ("aux", "last_hidden")  # what a shard is large by
 OFFSETS = {"last_hidden": "target_offsets", "last_rows": "target_offsets"}  # of the columns that have no row a token
@@ -120,7 +120,7 @@ def _check(sample: Features) -> None:
     values = {"aux": sample.aux, "last_hidden": sample.last_hidden}
     values |= {} if sample.aux_scale is None else {"aux": sample.aux_scale}
     for name, states in values.items():
-        if not states.sum().isfinite():
+        if not finite(states):
             raise StoreError(f"sample {sample.id}: its {name} is not finite")
 
 

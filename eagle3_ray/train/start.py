@@ -44,6 +44,7 @@ from eagle3_ray.drafter.vocabulary import (
 from eagle3_ray.store.cache import node_cache
 from eagle3_ray.store.commits import Commit, Units
 from eagle3_ray.store.filesystem import Filesystem
+from eagle3_ray.store.precision import finite
 from eagle3_ray.store.shards import ShardReader
 from eagle3_ray.train.features import heldout
 
@@ -171,7 +172,14 @@ def _random_rows(seed: int, features: Units, commits: list[Commit]) -> Iterator[
         if shard not in readers:
             fingerprint = features.folder.rpartition("/")[2]
             readers[shard] = ShardReader(commits[shard].shard, fingerprint, features.files)
-        rows = readers[shard].features(i).last_hidden  # [R, H]
+        sample = readers[shard].features(i)
+        rows = sample.last_hidden  # [R, H]
+        if not finite(rows):
+            unit = commits[shard].unit
+            raise ConfigError(
+                f"drafter.vocabulary: 'probability' counts states of sample {sample.id} of unit {unit} that are not "
+                "finite; delete the unit's commit and extract again"
+            )
         read += len(rows)
         yield rows
 

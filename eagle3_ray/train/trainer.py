@@ -40,10 +40,11 @@ from eagle3_ray.progress import Progress
 from eagle3_ray.store.cache import node_cache
 from eagle3_ray.store.commits import Commit, Units
 from eagle3_ray.store.filesystem import Filesystem
+from eagle3_ray.store.precision import finite
 from eagle3_ray.store.shards import Features
 from eagle3_ray.train.features import read_samples, stream
 from eagle3_ray.train.loop import Training, all_here, mean_loss
-from eagle3_ray.train.nonfinite import check_stopped, examine, forget, keep
+from eagle3_ray.train.nonfinite import NonFiniteError, check_stopped, examine, forget, keep
 from eagle3_ray.train.start import frozen_start
 
 KEPT = 2  # checkpoints to resume from
@@ -110,8 +111,17 @@ def export_drafter(
 
 
 def trained_drafter(config: Config, files: Filesystem, prefix: str, dtype: str) -> Drafter:
-    """The finished drafter below the key `prefix`; with export.embedding=none its embedding is not the target's."""
+    """The finished drafter below the key `prefix`; with export.embedding=none its embedding is not the target's.
+
+    NonFiniteError where its weights are not finite.
+    """
     weights = _tensors(files, f"{prefix}/weights/model.safetensors")
+    broken = [name for name, tensor in weights.items() if not finite(tensor)]
+    if broken:
+        raise NonFiniteError(
+            f"{len(broken)} of {len(weights)} tensors of the drafter at {files.url(prefix)} are not finite: "
+            f"{', '.join(broken)}; a lower train.lr trains another one"
+        )
     drafter_json = json.loads(files.read(f"{prefix}/weights/config.json"))
     draft_ids = weights["d2t"] + torch.arange(len(weights["d2t"]))
     drafter = Drafter(read_config(drafter_json), draft_ids)
