@@ -181,10 +181,10 @@ class Training:
         self.taken = taken
 
     def finite(self) -> bool:
-        """Whether all parameters and moments are: what a checkpoint must be, and what skipping cannot mend."""
+        """Whether all parameters and moments are, and their squares: what a checkpoint must be."""
         moments = [self.moment(name, which) for name in self.parameters for which in MOMENTS]
-        sums = [tensor.sum(dtype=torch.float64) for tensor in [*self.parameters.values(), *moments]]
-        return bool(torch.stack(sums).isfinite().all())
+        norms = [torch.linalg.vector_norm(tensor) for tensor in [*self.parameters.values(), *moments]]
+        return bool(torch.stack(norms).isfinite().all())
 
     @torch.no_grad()
     def loss_alone(self, sample: Features) -> float | None:

@@ -93,7 +93,10 @@ def suspect(record: dict[str, Any]) -> tuple[str, str]:
     for kind in ("parameters", "moments"):
         if record[kind]["not_finite"]:
             names = record[kind]["not_finite"]
-            return "lr", f"{len(names)} of {record[kind]['tensors']} {kind} are not finite, among them {names[0]}"
+            return (
+                "lr",
+                f"{len(names)} of {record[kind]['tensors']} {kind}, or their squares, are not finite: {names[0]}",
+            )
     if parameters["largest"] > LARGE:
         return "lr", f"a parameter has grown to {parameters['largest']:.3g}"
     in_a_row = _in_a_row(record)
@@ -190,7 +193,7 @@ def _largest(tensor: Tensor) -> float:
 def _tensors(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     return {
         "tensors": len(tensors),
-        "not_finite": [name for name, tensor in tensors.items() if not tensor.isfinite().all()],
+        "not_finite": [name for name, tensor in tensors.items() if not torch.linalg.vector_norm(tensor).isfinite()],
         "largest": max(_largest(tensor.detach()) for tensor in tensors.values()),
     }
 

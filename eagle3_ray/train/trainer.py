@@ -244,7 +244,7 @@ def _work(given: dict[str, Any]) -> None:
             tokens += int(facts["tokens"])
             saves = training.taken % train.checkpoint_every == 0
             if not training.fault and (saves or training.taken == train.steps) and not training.finite():
-                training.fault = "parameters are not finite after its update"
+                training.fault = "parameters, or their squares, are not finite after its update"
             if training.fault:
                 others = heldout or read_samples(task.features, commits, cache, _first(commits) if rank == 0 else [])
                 record = examine(training, samples, others, commits, metrics, facts)
