@@ -52,7 +52,7 @@ def export(folder: Path, drafter: Drafter, layer_ids: list[int], dtype: str, emb
         "dtype": dtype,
         "eagle_config": {LAYER_IDS: list(layer_ids), "use_aux_hidden_state": True},
     }
-    (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True, allow_nan=False) + "\n")
     state = _state(drafter, getattr(torch, dtype))
     if not embedding:
         del state[EMBEDDING]

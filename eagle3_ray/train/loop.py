@@ -180,6 +180,7 @@ class Training:
             self.optimizer.state[parameter] = {"step": torch.tensor(steps, device=self.device), **moments}
         self.taken = taken
 
+    @torch.no_grad()
     def finite(self) -> bool:
         """Whether all parameters and moments are, and their squares: what a checkpoint must be."""
         moments = [self.moment(name, which) for name in self.parameters for which in MOMENTS]

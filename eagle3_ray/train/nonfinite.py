@@ -1,8 +1,8 @@
 """A step of training whose numbers cannot be right: what is kept of it, and what is to blame.
 
 The record `<drafter>/nonfinite/<step>.json` has the step's numbers, how parameters and moments are, each sample on all
-workers (its unit, how many values are not finite, the largest of the others, its loss alone) and the settings. It is
-strict JSON: a number that is not finite stands there as the string "nan" or "inf".
+workers (its unit, how many values are not finite, the largest of the others, its loss alone) and the settings. A number
+that is not finite is null there; `fault` has it in words.
 
 Finding out costs a forward pass a sample and one over parameters and states; an ordinary step pays nothing for it.
 """
@@ -25,6 +25,7 @@ from eagle3_ray.drafter.loss import Metrics
 from eagle3_ray.store.commits import Commit
 from eagle3_ray.store.filesystem import Filesystem
 from eagle3_ray.store.shards import STATES, Features
+from eagle3_ray.strict import strict
 from eagle3_ray.train.features import batches
 from eagle3_ray.train.loop import MOMENTS, Training, mean_loss
 
@@ -75,7 +76,7 @@ def examine(
     }
     record["suspected"], record["because"] = suspect(record)
     record["stops_because"] = stops(training.config, record)
-    return _strict(record)
+    return strict(record)
 
 
 def suspect(record: dict[str, Any]) -> tuple[str, str]:
@@ -190,11 +191,12 @@ def _largest(tensor: Tensor) -> float:
     return float(tensor.nan_to_num(0.0, 0.0, 0.0).abs().max()) if tensor.numel() else 0.0
 
 
+@torch.no_grad()
 def _tensors(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     return {
         "tensors": len(tensors),
         "not_finite": [name for name, tensor in tensors.items() if not torch.linalg.vector_norm(tensor).isfinite()],
-        "largest": max(_largest(tensor.detach()) for tensor in tensors.values()),
+        "largest": max(_largest(tensor) for tensor in tensors.values()),
     }
 
 
@@ -215,12 +217,3 @@ def _gathered(here: dict[str, Any]) -> list[dict[str, Any]]:
     everywhere: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, here)
     return everywhere
-
-
-def _strict(value: Any) -> Any:
-    """As strict JSON has it."""
-    if isinstance(value, dict):
-        return {name: _strict(one) for name, one in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_strict(one) for one in value]
-    return value if not isinstance(value, float) or math.isfinite(value) else str(value)
