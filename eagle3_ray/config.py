@@ -17,6 +17,7 @@ COMPRESSIONS = ("none", "zstd")
 ENGINES = ("sglang", "transformers")
 DEVICES = ("cuda", "cpu")
 LOSSES = ("soft_ce", "lk_alpha", "lk_lambda")
+ON_NONFINITE = ("stop", "skip")
 LAYOUTS = ("specforge", "speculators")
 ATTENTIONS = ("gqa", "mla")
 MLA_SIZES = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
@@ -193,6 +194,11 @@ class TrainConfig:
     min_lr_share: float = setting(0.1, at_least=0, at_most=1)  # the cosine ends at this share of lr
     weight_decay: float = setting(0.0, at_least=0)
     max_grad_norm: float = setting(0.5, above=0)
+    # A step whose loss or gradient norm is not finite, or whose loss spikes, makes no update. stop: training ends, with
+    # exit code 1; skip: it goes on with the next batch
+    on_nonfinite: str = setting("stop", choices=ON_NONFINITE)
+    # A loss beyond so many times the mean of the last 50 (of 1 nat, if that is less) spikes
+    loss_spike: float = setting(20.0, above=1, at_most=1e6)
     seed: int = setting(0, at_least=0, at_most=2**64 - 1)  # as torch takes it
     # Of the forward pass; parameters and optimizer state are float32
     dtype: str = setting("bfloat16", choices=DTYPES)
@@ -252,6 +258,8 @@ def _check_mla(settings: DrafterConfig, target: dict[str, Any]) -> None:
 
 # What changes how training runs, but not what comes of it
 PLACEMENT = {"num_workers", "use_gpu", "cpus_per_worker", "checkpoint_every", "max_failures"}
+# Nor do these, unless a step is skipped, which the summary says. So a training that stopped goes on with other ones
+PLACEMENT |= {"on_nonfinite", "loss_spike"}
 
 
 @dataclass

@@ -93,6 +93,7 @@ class Run:
         """Put an object into the store, without the secrets that may be in it."""
         self.files.write_json(key, clean(value))
 
+
 def named_features(config: Config, files: Filesystem) -> tuple[Units, dict[str, Any]]:
     """The features of features.folder, and their description. ConfigError where they are not there."""
     folder = str(config.features.folder)

@@ -24,6 +24,7 @@ from eagle3_ray.export import ExportError, export, export_with
 from eagle3_ray.run import Run
 from eagle3_ray.store.commits import Units
 from eagle3_ray.train.loop import Training
+from eagle3_ray.train.nonfinite import NonFiniteError
 from eagle3_ray.train.start import frozen_start
 
 
@@ -148,6 +149,39 @@ def test_what_sglang_would_take_otherwise_is_not_uploaded(tmp_path: Path):
     with pytest.raises(ExportError, match=f"vocab_size is {V}, the target's {V + 1}"):
         export_with(run, features, "d", [1, 3, 5])
     assert not run.files.exists("d/export.json") and not run.files.list("d/export")
+
+
+def test_weights_that_are_not_finite_are_refused_by_name(tmp_path: Path):
+    """Trained so, or so for the dtype of the export alone."""
+    run, features, _ = trained(tmp_path)
+    place = tmp_path / "store" / "d" / "weights" / "model.safetensors"
+    weights = load_file(place)
+
+    def refusal(value: float, dtype: str) -> str:
+        changed = {name: tensor.clone() for name, tensor in weights.items()}
+        changed["fc.weight"][0, 0] = changed["lm_head.weight"][1, 1] = value
+        save_file(changed, place)
+        run.config.engine.dtype = dtype
+        with pytest.raises((ExportError, NonFiniteError)) as refused:
+            export_with(run, features, "d", [1, 3, 5])
+        assert not run.files.exists("d/export.json") and not run.files.list("d/export")
+        return str(refused.value)
+
+    assert "2 of 15 tensors" in (said := refusal(float("nan"), "float32"))
+    assert "are not finite: " in said and "fc.weight" in said and "lm_head.weight" in said
+    said = refusal(3.4e38, "bfloat16")  # float32 holds it
+    assert "exported in engine.dtype=bfloat16" in said and "(with 1 more) holds values that are not finite" in said
+
+
+@pytest.mark.parametrize("losses", ["[NaN, 2.0]", "[Infinity]", "[null]"])
+def test_a_training_that_ended_in_no_loss_is_not_exported(tmp_path: Path, losses: str):
+    run, features, summary = trained(tmp_path)
+    whole = export_with(run, features, "d", [1, 3, 5])
+    assert export(run, features, "d") == whole
+    text = json.dumps({**summary, "settings": {"train": {"lr": 1e30}}}).removesuffix("}") + f', "loss": {losses}}}'
+    run.files.write("d/summary.json", text.encode())  # as a training before train.on_nonfinite left it
+    with pytest.raises(ExportError, match=r"the last losses of the drafter at .*/d are .* train.lr=1e\+30"):
+        export(run, features, "d")
 
 
 # ---------------------------------------------------------------- the launch command

@@ -22,7 +22,7 @@ from torch import Tensor
 from eagle3_ray import strict_json
 from eagle3_ray.store.filesystem import Damaged, Filesystem, StoreError
 from eagle3_ray.store.layout import Columns, write_columns
-from eagle3_ray.store.precision import dequantise
+from eagle3_ray.store.precision import dequantise, finite
 
 STATES = ("aux", "last_hidden")  # what a shard is large by
 OFFSETS = {"last_hidden": "target_offsets", "last_rows": "target_offsets"}  # of the columns that have no row a token
@@ -102,7 +102,11 @@ def _offsets(pieces: Sequence[Tensor]) -> Tensor:
 
 
 def _check(sample: Features) -> None:
-    """One row a token, always: a short record would train on the wrong states."""
+    """One row a token, always: a short record would train on the wrong states. And finite, every value.
+
+    A sum tells, which reads the states once, at 10 GB/s and more of one core, where `isfinite` of each value takes 0.2
+    to 0.5: of Kimi-K2.5's 57,344 bytes a token 12 seconds of a core for a million tokens. Scales tell of fp8.
+    """
     rows, tokens = sample.last_rows, len(sample.input_ids)
     if len(sample.aux) != tokens:
         raise StoreError(f"sample {sample.id}: {tokens} tokens, but {len(sample.aux)} rows of aux")
@@ -113,6 +117,11 @@ def _check(sample: Features) -> None:
     scales = 0 if sample.aux_scale is None else len(sample.aux_scale)
     if scales != tokens * (sample.aux.dtype == torch.float8_e4m3fn):
         raise StoreError(f"sample {sample.id}: {tokens} tokens of {sample.aux.dtype}, but {scales} rows of aux_scale")
+    values = {"aux": sample.aux, "last_hidden": sample.last_hidden}
+    values |= {} if sample.aux_scale is None else {"aux": sample.aux_scale}
+    for name, states in values.items():
+        if not finite(states):
+            raise StoreError(f"sample {sample.id}: its {name} is not finite")
 
 
 # ---------------------------------------------------------------- reading

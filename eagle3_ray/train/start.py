@@ -44,6 +44,7 @@ from eagle3_ray.drafter.vocabulary import (
 from eagle3_ray.store.cache import node_cache
 from eagle3_ray.store.commits import Commit, Units
 from eagle3_ray.store.filesystem import Filesystem
+from eagle3_ray.store.precision import finite
 from eagle3_ray.store.shards import ShardReader
 from eagle3_ray.train.features import heldout
 
@@ -58,7 +59,7 @@ def frozen_start(config: Config, features: Units, description: dict[str, Any], p
     settings = {"features": made_of, "drafter": config.drafter.made_of(), "train": train}
     if not features.files.exists(key):
         start = {"settings": settings, **_decided(config, features, description, prefix)}
-        features.files.create(key, json.dumps(start, indent=1, sort_keys=True).encode())
+        features.files.create(key, json.dumps(start, indent=1, sort_keys=True, allow_nan=False).encode())
     start = json.loads(features.files.read(key))
     for group, values in settings.items():
         for name, value in values.items():
@@ -171,7 +172,14 @@ def _random_rows(seed: int, features: Units, commits: list[Commit]) -> Iterator[
         if shard not in readers:
             commit = commits[shard]
             readers[shard] = ShardReader(commit.shard, features.fingerprint, features.files, commit.samples)
-        rows = readers[shard].features(i).last_hidden  # [R, H]
+        sample = readers[shard].features(i)
+        rows = sample.last_hidden  # [R, H]
+        if not finite(rows):
+            unit = commits[shard].unit
+            raise ConfigError(
+                f"drafter.vocabulary: 'probability' counts states of sample {sample.id} of unit {unit} that are not "
+                "finite; delete the unit's commit and extract again"
+            )
         read += len(rows)
         yield rows
 

@@ -4,7 +4,8 @@ Everything about one drafter lies below its prefix in the store:
 
     start.json            what it is made from (`start`); start.safetensors, where it goes on from a published drafter
     before.json           its walked accept length on the held-out samples before the first step
-    state/<step>…         checkpoints to resume from: weights, optimizer moments, samples consumed
+    state/<step>…         checkpoints to resume from: weights, optimizer moments, recent losses, samples consumed
+    nonfinite/<step>.json what is known of a step whose numbers cannot be right (`nonfinite`)
     weights/              the trained drafter, without the target's embedding
     tensorboard/, ray/    curves, and Ray Train's own files
     summary.json          written last: the drafter is finished
@@ -38,15 +39,18 @@ from eagle3_ray.drafter.target import initialise, load_pieces
 from eagle3_ray.progress import Progress
 from eagle3_ray.secrets import Sealed
 from eagle3_ray.store.cache import node_cache
-from eagle3_ray.store.commits import Units
+from eagle3_ray.store.commits import Commit, Units
 from eagle3_ray.store.filesystem import Filesystem
+from eagle3_ray.store.precision import finite
 from eagle3_ray.store.shards import Features
 from eagle3_ray.train.features import read_samples, stream
-from eagle3_ray.train.loop import Training, all_here
+from eagle3_ray.train.loop import Training, all_here, mean_loss
+from eagle3_ray.train.nonfinite import NonFiniteError, check_stopped, examine, forget, keep
 from eagle3_ray.train.start import frozen_start
 
 KEPT = 2  # checkpoints to resume from
 RECENT = 50  # steps that the printed and final metrics are the mean of
+COMPARED = 8  # samples that those of a faulty step are compared with, where none is held out
 WALKED = 3  # drafts a verify step on the held-out samples, whatever was trained: so drafters can be compared
 # A published drafter below this many times the accept length of one that is never right is misused: one boundary off
 # has been seen to leave a tenth of the first guesses right, where trained ones have a third and more
@@ -71,6 +75,7 @@ def train_drafter(config: Config, features: Units, description: dict[str, Any], 
     """Train the drafter below `prefix` to its end, or return the summary of one that is finished. Ray is up already.
 
     `description` is that of the features: it names the boundaries, and the responses that the vocabulary is counted on.
+    NonFiniteError where a step's numbers cannot be right and the settings do not skip it.
     """
     files = features.files
     if config.drafter.path:
@@ -82,6 +87,7 @@ def train_drafter(config: Config, features: Units, description: dict[str, Any], 
     _check_fits(files, prefix, start)  # of an earlier run
     _run(Task(config, features, prefix, start))
     _check_fits(files, prefix, start)
+    check_stopped(files, prefix)
     result = json.loads(files.read(f"{prefix}/weights/result.json"))
     summary = {
         **{name: start[name] for name in ("settings", "coverage", "coverage_by_domain", "samples")},
@@ -106,8 +112,17 @@ def export_drafter(
 
 
 def trained_drafter(config: Config, files: Filesystem, prefix: str, dtype: str) -> Drafter:
-    """The finished drafter below the key `prefix`; with export.embedding=none its embedding is not the target's."""
+    """The finished drafter below the key `prefix`; with export.embedding=none its embedding is not the target's.
+
+    NonFiniteError where its weights are not finite.
+    """
     weights = _tensors(files, f"{prefix}/weights/model.safetensors")
+    broken = [name for name, tensor in weights.items() if not finite(tensor)]
+    if broken:
+        raise NonFiniteError(
+            f"{len(broken)} of {len(weights)} tensors of the drafter at {files.url(prefix)} are not finite: "
+            f"{', '.join(broken)}; a lower train.lr trains another one"
+        )
     drafter_json = json.loads(files.read(f"{prefix}/weights/config.json"))
     draft_ids = weights["d2t"] + torch.arange(len(weights["d2t"]))
     drafter = Drafter(read_config(drafter_json), draft_ids)
@@ -207,6 +222,8 @@ def _work(given: dict[str, Any]) -> None:
     rank, world = ray.train.get_context().get_world_rank(), ray.train.get_context().get_world_size()
     training = _build(task, ray.train.torch.get_device())
     consumed = _resume(files, f"{task.prefix}/state", training)
+    if rank == 0:
+        forget(files, task.prefix, training.taken)
     commits = task.features.commits(task.start["units"])
     cache = node_cache(task.config.store)
     held = [(task.start["units"].index(unit), i) for unit, i in task.start["heldout"]]
@@ -222,17 +239,28 @@ def _work(given: dict[str, Any]) -> None:
         if curves and not training.taken:
             curves.walked(0, before)
         while training.taken < train.steps:
-            metrics, facts = training.step(next(data))
-            recent.append(metrics)
+            samples = next(data)
+            metrics, facts = training.step(samples)
             consumed += train.batch_size
             tokens += int(facts["tokens"])
+            saves = training.taken % train.checkpoint_every == 0
+            if not training.fault and (saves or training.taken == train.steps) and not training.finite():
+                training.fault = "parameters, or their squares, are not finite after its update"
+            if training.fault:
+                others = heldout or read_samples(task.features, commits, cache, _first(commits) if rank == 0 else [])
+                record = examine(training, samples, others, commits, metrics, facts)
+                if rank == 0:
+                    keep(files, task.prefix, record)
+                if record["stops_because"]:
+                    return  # as above
+            else:
+                recent.append(metrics)
             if curves:
-                curves.add(training.taken, metrics, facts)
-                means = _mean(recent)
+                if not training.fault:
+                    curves.add(training.taken, metrics, facts)
                 rate = tokens / (time.monotonic() - began)
-                note = f"loss {sum(means['loss']) / train.ttt_steps:.3f}, accuracy {means['greedy_accuracy'][0]:.3f}"
-                progress.add(1, f"{note}, {rate:.0f} tok/s")
-            if training.taken % train.checkpoint_every == 0:
+                progress.add(1, f"{_note(recent)}, {rate:.0f} tok/s")
+            if saves:
                 if curves:
                     if training.taken < train.steps:
                         paused = time.monotonic()
@@ -242,13 +270,13 @@ def _work(given: dict[str, Any]) -> None:
                     _save(files, f"{task.prefix}/state", training, consumed)
                 ray.train.report({"step": training.taken})
         if curves:
-            seconds = time.monotonic() - began
-            facts = {"steps": training.taken, "consumed": consumed, "tokens_per_s": round(tokens / seconds, 1)}
+            rate = round(tokens / (time.monotonic() - began), 1)
             after = training.accept_length(heldout, WALKED)
             walked = {"samples": len(held), "draft_steps": WALKED, "before": before, "after": after}
             curves.walked(training.taken, after)
             curves.upload()
-            _finish(task, training, {**facts, "heldout": walked, **(_mean(recent) if recent else {})})
+            result = {"steps": training.taken, "skipped": training.skipped, "consumed": consumed, "tokens_per_s": rate}
+            _finish(task, training, {**result, "heldout": walked, **(_mean(recent) if recent else {})})
     ray.train.report({"step": training.taken})
 
 
@@ -273,7 +301,24 @@ def _build(task: Task, device: torch.device) -> Training:
 
 
 def _mean(recent: deque[Metrics]) -> dict[str, list[float]]:
-    return Metrics(*sum(metrics.stacked() for metrics in recent)).means()  # type: ignore[misc]
+    return _summed(recent).means()
+
+
+def _summed(recent: deque[Metrics]) -> Metrics:
+    return Metrics(*sum(metrics.stacked() for metrics in recent))  # type: ignore[misc]
+
+
+def _note(recent: deque[Metrics]) -> str:
+    """What a progress line says of the recent steps."""
+    if not recent:
+        return "no step made an update yet"
+    summed = _summed(recent)
+    return f"loss {mean_loss(summed):.3f}, accuracy {summed.means()['greedy_accuracy'][0]:.3f}"
+
+
+def _first(commits: list[Commit]) -> list[tuple[int, int]]:
+    """The first sample of some units."""
+    return [(shard, 0) for shard, commit in enumerate(commits) if commit.samples][:COMPARED]
 
 
 def _save(files: Filesystem, folder: str, training: Training, consumed: int) -> None:
@@ -339,4 +384,4 @@ class _Curves:
 
 
 def _json(value: dict[str, Any]) -> bytes:
-    return json.dumps(value, indent=1, sort_keys=True).encode()
+    return json.dumps(value, indent=1, sort_keys=True, allow_nan=False).encode()
