@@ -19,7 +19,7 @@ import pytest
 from conftest import ROOT, compose
 
 from eagle3_ray import config as settings
-from eagle3_ray.capture import SPEED_ARGS, deciding_args, engine_args, fingerprint
+from eagle3_ray.capture import SPEED_ARGS, deciding_args, engine_args
 from eagle3_ray.card import launch_command
 from eagle3_ray.config import ConfigError
 from eagle3_ray.conversations import read_records
@@ -29,6 +29,7 @@ from eagle3_ray.printed import without_secrets
 from eagle3_ray.run import Run, open_run
 from eagle3_ray.secrets import HIDDEN, Sealed, Secret, blotted, clean, described, is_secret, marked, masked
 from eagle3_ray.store.filesystem import Filesystem
+from eagle3_ray.strict_json import fingerprint
 
 PLAIN = "hush hush 0123"  # of no shape
 
