@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from safetensors.torch import load_file, save_file
+from test_cli import command
 from test_train import counting, one_thread, pieces, positions, sample, training  # noqa: F401
 
 from eagle3_ray.drafter.loss import Metrics
@@ -274,3 +275,25 @@ def test_two_workers_skip_alike_and_tell_of_all_samples(tmp_path: Path) -> None:
     assert len(records[0]["samples"]) == 4
     assert {one["worker"] for one in records[0]["samples"]} == {0, 1}
     assert f"sample s{BAD} of unit u4" in records[0]["because"]
+
+
+@pytest.mark.full
+def test_the_command_ends_with_one_names_the_setting_and_leaves_only_strict_json(
+    tiny_llama_folder: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "p.jsonl").write_text("".join(f'{{"prompt": "What is {n} and {n}?"}}\n' for n in range(12)))
+    settings = [f"target.path={tiny_llama_folder}", f"prompts.source={tmp_path}/p.jsonl", "engine=transformers"]
+    settings += ["sampling.max_new_tokens=12", "capture.boundaries=[2,4,6]", "prompts.unit_size=6"]
+    settings += ["train.lr=1e30", "train.steps=20", "train.cpus_per_worker=1", "drafter.draft_vocab_size=4096"]
+    assert (ended := command("extract", *settings, home=tmp_path / "home")).returncode == 0, ended.stderr
+    ended = command("train", *settings, home=tmp_path / "home")
+    said = ended.stdout + ended.stderr
+    assert ended.returncode == 1, said
+    for words in ("Suspected: lr", "train.lr=1e+30", "train.on_nonfinite is stop", "NonFiniteError"):
+        assert words in said
+    ended = command("export", *settings, home=tmp_path / "home")
+    assert ended.returncode == 2 and "no finished drafter" in ended.stderr
+    written = [path for path in (tmp_path / "home").rglob("*.json") if "ray" not in path.parent.parts]
+    assert any(path.parent.name == "nonfinite" for path in written)
+    for path in written:
+        strict(path.read_text())

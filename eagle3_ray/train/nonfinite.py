@@ -129,7 +129,7 @@ def sentence(record: dict[str, Any]) -> str:
     asked = ", ".join(f"train.{name}={settings[name]}" for name in ("lr", "warmup_share", "max_grad_norm"))
     change = {
         "lr": f"{asked}: with a lower train.lr it is another drafter, trained from its first step",
-        "features": "delete the unit's commit and extract again, or leave the batch out with train.on_nonfinite=skip",
+        "features": "leave the batch out with train.on_nonfinite=skip, or capture the unit anew",
         "sample": "leave the batch out with train.on_nonfinite=skip; a higher train.loss_spike bears such a loss",
     }[record["suspected"]]
     suspected = f"Suspected: {record['suspected']}, since {record['because']} ({change})"

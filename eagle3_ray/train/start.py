@@ -178,7 +178,7 @@ def _random_rows(seed: int, features: Units, commits: list[Commit]) -> Iterator[
             unit = commits[shard].unit
             raise ConfigError(
                 f"drafter.vocabulary: 'probability' counts states of sample {sample.id} of unit {unit} that are not "
-                "finite; delete the unit's commit and extract again"
+                "finite; delete the unit's commit, and extract again"
             )
         read += len(rows)
         yield rows
