@@ -106,21 +106,17 @@ class Place:
     def url(self, name: str) -> str:
         return "'" + URL.format(host=self.host, name=name) + "'"
 
-    def leaks(self) -> list[str]:
-        """What is found, and where; of Ray's own folder only what it did not get from the command line."""
-        found = [
-            f"printed: {text[max(0, hit.start() - 80) : hit.end() + 40]!r}"
-            for text in self.printed
+    def leaks(self, *elsewhere: Path) -> list[str]:
+        """What is found, and where: in all that was printed, and below the command's folders and these."""
+        texts = [("printed", text) for text in self.printed]
+        for folder in (self.root / "home", self.root / "tmp", self.root / "cwd", *elsewhere):
+            found = (path for path in sorted(folder.rglob("*")) if path.is_file() and not path.is_symlink())
+            texts += [(str(path), path.read_bytes().decode("latin-1")) for path in found]
+        return [
+            f"{name}: {text[max(0, hit.start() - 80) : hit.end() + 40]!r}"
+            for name, text in texts
             for hit in PLANTED.finditer(text)
         ]
-        for folder in (self.root / "home", self.root / "tmp", self.root / "cwd", self.ray):
-            for path in folder.rglob("*"):
-                if path.is_file():
-                    text = path.read_bytes().decode("latin-1")
-                    found += [
-                        f"{path}: {text[max(0, hit.start() - 80) : hit.end() + 40]!r}" for hit in PLANTED.finditer(text)
-                    ]
-        return found
 
 
 class _Answers(BaseHTTPRequestHandler):
@@ -212,3 +208,49 @@ def test_a_command_that_fails_shows_none(place: Place, code: int, words: list[st
     ended = place.run("prepare", *SMALL, *given[: len(given) - len(whole)], **whole)
     assert (ended.returncode, told in ended.stderr) == (code, True), ended.stderr
     assert ended.stderr and place.leaks() == []
+
+
+@pytest.mark.full
+def test_stages_on_ray_show_none(place: Place) -> None:
+    """What `ps` has of a command line Ray writes down only where it starts the command itself (`ray job submit`)."""
+    words = [*SMALL, *OVERRIDES, f"prompts.source={place.url('prompts')}"]
+    for code, stage in ((1, "train"), (0, "extract"), (0, "train")):  # the first before there are features
+        ended = place.run(stage, *words)
+        assert ended.returncode == code, ended.stderr[-3000:]
+    (told,) = (json.loads(path.read_text()) for path in place.root.rglob("home/features/*/description.json"))
+    assert told["engine_env"]["THING"] == told["engine_env"]["EQUAL"] == told["engine_env"]["COPIED"] == "***"
+    assert told["engine_env"]["PROXY"] == "http://***@127.0.0.1:9"
+    assert [path.name for path in place.ray.rglob("ray-data*.log")]
+    assert place.leaks(place.ray) == []
+
+
+SERVED = ["prompts.limit=6", "prompts.unit_size=4", "sampling.max_new_tokens=8", "evaluate.limit=3", "train.steps=1"]
+SERVED += ["evaluate.max_new_tokens=12", "hardware.num_actors=1", "capture.boundaries=[2,4,6]", "verify.samples=1"]
+SERVED += ["prompts.max_bad_share=0.5", "cluster.num_cpus=2", "drafter.draft_vocab_size=64", "run=leaks"]
+
+
+@pytest.mark.full
+@pytest.mark.engine
+def test_the_pipeline_shows_none(place: Place) -> None:
+    source = f"prompts:\n  source: {place.url('prompts')}\nevaluate:\n  source: {place.url('heldout')}\n"
+    (place.root / "conf" / "planted" / "all.yaml").open("a").write(source)
+    ended = place.run("pipeline", *SERVED)
+    assert ended.returncode == 0, ended.stdout[-3000:] + ended.stderr[-3000:]
+    folder = place.root / "home" / "runs" / "leaks"
+    kept = json.loads((folder / "config.json").read_text())
+    assert kept["hardware"]["env"]["DB_PWD"] == kept["engine"]["args"]["api_key"] == "***"
+    assert kept["prompts"]["source"] == f"http://***@{place.host}/prompts.jsonl?sig=***&token=***&x=1"
+    assert "***" not in (folder / "summary.json").read_text() and (folder / "report.html").exists()
+    (card,) = place.root.rglob("home/drafters/*/export/README.md")
+    assert "THING='***'" in card.read_text() and "api" not in card.read_text()
+    assert place.leaks(place.ray) == []
+
+
+@pytest.mark.full
+@pytest.mark.engine
+def test_engines_that_fail_to_start_show_none(place: Place) -> None:
+    """Three starts, each with the end of SGLang's log, which begins with all its arguments."""
+    (place.root / "p.jsonl").write_text('{"prompt": "Say 1"}\n')
+    ended = place.run("extract", *SERVED, f"prompts.source={place.root}/p.jsonl", "+engine.args.load_format=no_such")
+    assert ended.returncode == 1 and "the engine failed to start 3 times in a row" in ended.stdout + ended.stderr
+    assert place.leaks(place.ray) == []
