@@ -47,7 +47,7 @@ def model_card(
         revision=run.config.target.revision,
         config=served,
         exported=exported,
-        training=json.loads(run.files.read(f"{drafter}/summary.json")),
+        training=run.files.read_json(f"{drafter}/summary.json"),
         extraction=run.read_json(f"{features.folder}/summary.json") or {},
         fingerprint=features.fingerprint,
         description=features.description(),

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 from typing import Any
 
@@ -27,6 +28,15 @@ def loads(text: str | bytes) -> Any:
         return json.loads(text, parse_constant=_refuse, object_pairs_hook=_object)
     except RecursionError:
         raise ValueError("it is nested too deep") from None
+
+
+def without_nan(value: Any) -> Any:
+    """A measured value with None in place of each number that is not finite."""
+    if isinstance(value, dict):
+        return {name: without_nan(one) for name, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [without_nan(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def fingerprint(description: dict[str, Any]) -> str:

@@ -21,6 +21,7 @@ from eagle3_ray.capture import (
 from eagle3_ray.config import ConfigError
 from eagle3_ray.engines.sglang import ask_layer_ids, engine_environment
 from eagle3_ray.run import check_values, open_run
+from eagle3_ray.strict_json import fingerprint
 
 
 @pytest.mark.parametrize(

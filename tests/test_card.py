@@ -23,6 +23,7 @@ from eagle3_ray.drafter.target import initialise
 from eagle3_ray.export import ExportError, export, export_with
 from eagle3_ray.run import Run
 from eagle3_ray.store.commits import Units
+from eagle3_ray.store.filesystem import Damaged
 from eagle3_ray.train.loop import Training
 from eagle3_ray.train.nonfinite import NonFiniteError
 from eagle3_ray.train.start import frozen_start
@@ -173,14 +174,23 @@ def test_weights_that_are_not_finite_are_refused_by_name(tmp_path: Path):
     assert "exported in engine.dtype=bfloat16" in said and "(with 1 more) holds values that are not finite" in said
 
 
-@pytest.mark.parametrize("losses", ["[NaN, 2.0]", "[Infinity]", "[null]"])
-def test_a_training_that_ended_in_no_loss_is_not_exported(tmp_path: Path, losses: str):
+@pytest.mark.parametrize(
+    ("losses", "refused", "words"),
+    [
+        ("[null]", ExportError, r"the last losses of the drafter at .*/d are .* train.lr=1e\+30"),
+        ("[NaN, 2.0]", Damaged, "d/summary.json is not what was written: NaN is no JSON"),
+        ("[Infinity]", Damaged, "d/summary.json is not what was written: Infinity is no JSON"),
+    ],
+)
+def test_a_training_that_ended_in_no_loss_is_not_exported(
+    tmp_path: Path, losses: str, refused: type[Exception], words: str
+):
     run, features, summary = trained(tmp_path)
     whole = export_with(run, features, "d", [1, 3, 5])
     assert export(run, features, "d") == whole
     text = json.dumps({**summary, "settings": {"train": {"lr": 1e30}}}).removesuffix("}") + f', "loss": {losses}}}'
     run.files.write("d/summary.json", text.encode())  # as a training before train.on_nonfinite left it
-    with pytest.raises(ExportError, match=r"the last losses of the drafter at .*/d are .* train.lr=1e\+30"):
+    with pytest.raises(refused, match=words):
         export(run, features, "d")
 
 

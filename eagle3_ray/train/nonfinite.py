@@ -9,7 +9,6 @@ Finding out costs a forward pass a sample and one over parameters and states; an
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
@@ -25,7 +24,7 @@ from eagle3_ray.drafter.loss import Metrics
 from eagle3_ray.store.commits import Commit
 from eagle3_ray.store.filesystem import Filesystem
 from eagle3_ray.store.shards import STATES, Features
-from eagle3_ray.strict import strict
+from eagle3_ray.strict_json import without_nan
 from eagle3_ray.train.features import batches
 from eagle3_ray.train.loop import MOMENTS, Training, mean_loss
 
@@ -76,7 +75,7 @@ def examine(
     }
     record["suspected"], record["because"] = suspect(record)
     record["stops_because"] = stops(training.config, record)
-    return strict(record)
+    return without_nan(record)
 
 
 def suspect(record: dict[str, Any]) -> tuple[str, str]:
@@ -141,8 +140,7 @@ def sentence(record: dict[str, Any]) -> str:
 
 def keep(files: Filesystem, prefix: str, record: dict[str, Any]) -> None:
     """By one worker. Says so, where training goes on."""
-    value = json.dumps(record, indent=1, sort_keys=True, allow_nan=False)
-    files.write(f"{prefix}/nonfinite/{record['step']:08d}.json", value.encode())
+    files.write_json(f"{prefix}/nonfinite/{record['step']:08d}.json", record)
     if not record["stops_because"]:
         print(f"train: skipped {sentence(record)}", flush=True)
 
@@ -158,7 +156,7 @@ def check_stopped(files: Filesystem, prefix: str) -> None:
     """NonFiniteError where the workers stopped at a step. To Ray Train an error is a worker to start again, so the
     driver says it."""
     for key in files.list(f"{prefix}/nonfinite")[-1:]:
-        record = json.loads(files.read(key))
+        record = files.read_json(key)
         if record["stops_because"]:
             saved = [int(Path(name).stem) for name in files.list(f"{prefix}/state")]
             raise NonFiniteError(

@@ -15,7 +15,6 @@ size are all among the settings.
 
 from __future__ import annotations
 
-import json
 import random
 import tempfile
 from collections.abc import Iterator
@@ -59,8 +58,8 @@ def frozen_start(config: Config, features: Units, description: dict[str, Any], p
     settings = {"features": made_of, "drafter": config.drafter.made_of(), "train": train}
     if not features.files.exists(key):
         start = {"settings": settings, **_decided(config, features, description, prefix)}
-        features.files.create(key, json.dumps(start, indent=1, sort_keys=True, allow_nan=False).encode())
-    start = json.loads(features.files.read(key))
+        features.files.create_json(key, start)
+    start = features.files.read_json(key)
     for group, values in settings.items():
         for name, value in values.items():
             before = start["settings"][group].get(name)

@@ -30,6 +30,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save
 from torch import Tensor
 
+from eagle3_ray import strict_json
 from eagle3_ray.config import Config, ConfigError
 from eagle3_ray.drafter.checkpoint import export
 from eagle3_ray.drafter.loss import Metrics
@@ -81,22 +82,22 @@ def train_drafter(config: Config, features: Units, description: dict[str, Any], 
     if config.drafter.path:
         raise ConfigError(f"drafter.path: {config.drafter.path!r} is another's drafter, which can only be served")
     if files.exists(f"{prefix}/summary.json"):
-        return json.loads(files.read(f"{prefix}/summary.json"))
-    began = time.time()
+        return files.read_json(f"{prefix}/summary.json")
+    began = time.monotonic()
     start = frozen_start(config, features, description, prefix)
     _check_fits(files, prefix, start)  # of an earlier run
     _run(Task(config, features, prefix, start))
     _check_fits(files, prefix, start)
     check_stopped(files, prefix)
-    result = json.loads(files.read(f"{prefix}/weights/result.json"))
+    result = files.read_json(f"{prefix}/weights/result.json")
     summary = {
         **{name: start[name] for name in ("settings", "coverage", "coverage_by_domain", "samples")},
         **result,
         "draft_vocab_size": len(start["draft_ids"]),
         "units": len(start["units"]),
-        "seconds": round(time.time() - began, 1),
+        "seconds": round(time.monotonic() - began, 1),
     }
-    files.write(f"{prefix}/summary.json", _json(summary))
+    files.write_json(f"{prefix}/summary.json", summary)
     return summary
 
 
@@ -159,7 +160,7 @@ def _fits(start: dict[str, Any], before: dict[str, Any]) -> bool:
 def _check_fits(files: Filesystem, prefix: str, start: dict[str, Any]) -> None:
     """ConfigError where the workers found a published start to be no drafter for these features."""
     key = f"{prefix}/before.json"
-    if not files.exists(key) or _fits(start, before := json.loads(files.read(key))):
+    if not files.exists(key) or _fits(start, before := files.read_json(key)):
         return
     raise ConfigError(
         f"drafter.start_from: {start['settings']['drafter']['start_from']!r} has a walked accept length of "
@@ -284,9 +285,9 @@ def _before(task: Task, training: Training, heldout: list[Features], rank: int) 
     """before.json: measured once, by rank 0, before any step is taken."""
     key = f"{task.prefix}/before.json"
     if rank == 0 and not task.files.exists(key):
-        task.files.write(key, _json(training.accept_length(heldout, WALKED)))
+        task.files.write_json(key, training.accept_length(heldout, WALKED))
     all_here(training.device)
-    return json.loads(task.files.read(key))
+    return task.files.read_json(key)
 
 
 def _build(task: Task, device: torch.device) -> Training:
@@ -353,8 +354,9 @@ def _tensors(files: Filesystem, key: str) -> dict[str, Tensor]:
 def _finish(task: Task, training: Training, result: dict[str, Any]) -> None:
     folder = f"{task.prefix}/weights"
     task.files.write(f"{folder}/model.safetensors", save(training.weights(), {"format": "pt"}))
-    task.files.write(f"{folder}/config.json", _json(task.start["drafter"]))
-    task.files.write(f"{folder}/result.json", _json(result))
+    config = strict_json.dumps(task.start["drafter"], indent=1, sort_keys=True)
+    task.files.write(f"{folder}/config.json", config.encode())
+    task.files.write_json(f"{folder}/result.json", result)
 
 
 class _Curves:
@@ -381,7 +383,3 @@ class _Curves:
         self.writer.flush()
         for path in self.folder.iterdir():
             self.files.upload(path, f"{self.key}/{path.name}")
-
-
-def _json(value: dict[str, Any]) -> bytes:
-    return json.dumps(value, indent=1, sort_keys=True, allow_nan=False).encode()
