@@ -19,14 +19,15 @@ MOMENTS = {  # of a put object's key: what the job is about to do
     "capture": re.compile(r"/features/\w+/attempts/"),
     "upload": re.compile(r"/features/\w+/shards/"),
     "before commit": re.compile(r"/features/\w+/commits/"),
+    "checkpoint": re.compile(r"/state/\d+\.safetensors"),
 }
 
 
 class Barriers:
     """Forwards connections to `endpoint`; calls `cut(moment, key)` while a request of that moment is held.
 
-    "upload" is held with half of what has come of it sent on. "after commit" is held with the object there and the
-    answer not yet given.
+    "upload" and "checkpoint" are held with half of what has come of them sent on. "after commit" is held with the
+    object there and the answer not yet given.
     """
 
     def __init__(self, endpoint: str, cut: Callable[[str, str], bool]) -> None:
@@ -69,7 +70,7 @@ class Barriers:
                 if pattern.search(key):
                     if moment == "before commit":
                         committing.append(key)
-                    if moment == "upload":
+                    if moment in ("upload", "checkpoint"):
                         sink.sendall(data[: len(data) // 2])
                         data = data[len(data) // 2 :]
                     if self.cut(moment, key):

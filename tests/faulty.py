@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import re
 import socket
 import struct
 import threading
@@ -28,10 +29,12 @@ class Proxy:
     over: threading.Event = field(default_factory=threading.Event)
 
     def fail(self, kind: int | str | Callable[[], None], match: str = "", times: int = 1, skip: int = 0) -> None:
-        """Do it to `times` of the requests whose 'METHOD /path?query' holds `match`, after `skip` of them.
+        """Do it to `times` of the requests in whose 'METHOD /path?query' the expression `match` is found, after `skip`
+        of them.
 
-        kind: a status to answer with, or reset | deaf (never reads) | half-request | lost (served, not answered) |
-        half-answer | stall (half an answer, then silence) | flip-request | flip-answer, or a function called first.
+        kind: a status to answer with, or expired (403 as of old credentials) | reset | deaf (never reads) |
+        half-request | lost (served, not answered) | half-answer | stall (half an answer, then silence) | flip-request |
+        flip-answer | wrong-etag, or a function called first.
         """
         self.faults.append({"kind": kind, "match": match, "times": times, "skip": skip})
 
@@ -42,7 +45,7 @@ class Proxy:
         self.seen.append(request)
         self.headers.append(headers)
         for fault in self.faults:
-            if fault["match"] in request and fault["times"]:
+            if re.search(fault["match"], request) and fault["times"]:
                 counted = "skip" if fault["skip"] else "times"
                 fault[counted] -= 1
                 if counted == "times":
@@ -73,8 +76,9 @@ class _Handler(BaseHTTPRequestHandler):
         if kind in ("reset", "deaf"):
             return self._close(wait=kind == "deaf")
         body = bytearray(self.rfile.read(int(self.headers.get("Content-Length", 0))))
-        if isinstance(kind, int):
-            xml = f"<Error><Code>{CODES[kind]}</Code><Message>a fault of the test</Message></Error>".encode()
+        if isinstance(kind, int) or kind == "expired":
+            kind, code = (403, "ExpiredToken") if kind == "expired" else (kind, CODES[kind])
+            xml = f"<Error><Code>{code}</Code><Message>a fault of the test</Message></Error>".encode()
             return self._answer(kind, {"Content-Length": str(len(xml))}, b"" if self.command == "HEAD" else xml)
         if callable(kind):
             kind()
@@ -88,6 +92,9 @@ class _Handler(BaseHTTPRequestHandler):
             return self._close()
         if kind == "flip-answer":
             answer[len(answer) // 2] ^= 1
+        if kind == "wrong-etag":
+            headers = {name: value for name, value in headers.items() if name.lower() != "etag"}
+            headers["ETag"] = '"' + 32 * "0" + '"'
         if kind not in ("half-answer", "stall"):
             return self._answer(status, headers, answer)
         self._answer(status, headers, answer[: len(answer) // 2])
