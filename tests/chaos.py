@@ -114,6 +114,13 @@ class Place:
         found = [process for process in ours() if "RayTrainWorker" in title(process)]
         return sorted(found, key=lambda process: not writes_curves(process))
 
+    def rest(self) -> None:
+        """Wait for what killed jobs left running to end by itself."""
+        deadline = time.monotonic() + QUIET_S
+        while busy := [title(process) for process in ours() if at_work(process)]:
+            assert time.monotonic() < deadline, f"still there after {QUIET_S} s: {busy}"
+            time.sleep(0.2)
+
     # ------------------------------------------------------------ what came of it
 
     def check_drafter(self, files: Filesystem) -> str:
@@ -145,12 +152,9 @@ class Place:
         return f"lost {lost}, doubled {doubled}"
 
     def left_behind(self, files: Filesystem) -> str:
-        """Counts what the trial left, once its processes had time to end. What the store's gc removes is removed, and
-        nothing that a commit names goes with it."""
-        deadline = time.monotonic() + QUIET_S
-        while (busy := [title(p) for p in ours() if at_work(p)]) and time.monotonic() < deadline:
-            time.sleep(0.2)
-        assert not busy, busy
+        """What the trial left, of processes nothing. What the store's gc removes is removed, and nothing that a commit
+        names goes with it."""
+        self.rest()
         before = time.time() + 2 * 3600
         found = garbage(files, before)
         remove(files, [entry for entries in found.values() for entry in entries], before)
@@ -166,7 +170,6 @@ class Place:
             "orphan shards": len(found[ORPHANS]),
             "other garbage": sum(len(entries) for entries in found.values()) - len(found[ORPHANS]),
             "uploads": len(uploads(files)),
-            "processes": len(busy),
             "/dev/shm names": len(shared),
             "temporary folders": len(folders),
         }
@@ -222,14 +225,15 @@ def ours() -> list[psutil.Process]:
 
 def title(process: psutil.Process) -> str:
     with suppress(psutil.Error):
-        return " ".join(process.cmdline())
+        return " ".join(process.cmdline()).strip()
     return ""
 
 
 def at_work(process: psutil.Process) -> bool:
-    """A worker of Ray's that is not idle, a process that it started, or a command of ours."""
+    """A command of ours, a worker of Ray's that works for one, or a process that it started."""
     words = ("ray_jobs.", "multiprocessing.spawn", "ray::")
-    return any(word in title(process) for word in words) and "ray::IDLE" not in title(process)
+    of_the_node = ("ray::IDLE", "ray::DashboardAgent", "ray::RuntimeEnvAgent")
+    return any(word in title(process) for word in words) and not title(process).startswith(of_the_node)
 
 
 def writes_curves(process: psutil.Process) -> bool:

@@ -233,6 +233,7 @@ def test_a_clock_set_back_by_an_hour_between_runs_changes_nothing(here: Place, t
         until(lambda: list((tmp_path / "store").glob(done)) or driver.poll() is not None and pytest.fail(tail(log)))
         driver.kill()
         driver.wait()
+        here.rest()
         keys = files.list("")
         set_back(tmp_path / "store", here.folder / "scratch")
         assert not any(garbage(files, time.time()).values())  # all of it may be somebody's who writes just now
