@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import tempfile
 from pathlib import Path
@@ -100,7 +99,7 @@ def _beside(run: Run, drafter: str, boundaries: list[int]) -> dict[str, str]:
     architectures = target_config(run.folder).get("architectures") or []
     served = {"target": place(config.target.path), "architectures": architectures}
     served["num_steps"] = config.evaluate.num_steps
-    shape = read_config(json.loads(run.files.read(f"{drafter}/weights/config.json")))
+    shape = read_config(run.files.read_json(f"{drafter}/weights/config.json"))
     try:
         made = formats.config_json(shape, boundaries, form, dtype, served)
     except ValueError as error:
