@@ -6,7 +6,7 @@ answer (conversations.py), and summary.json, written last: a folder without one 
 
 from __future__ import annotations
 
-import json
+import hashlib
 import re
 import time
 from collections import Counter
@@ -14,11 +14,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from eagle3_ray import strict_json
 from eagle3_ray.capture import TOKENIZER_FILES
 from eagle3_ray.config import ConfigError, PromptsConfig
 from eagle3_ray.conversations import BadRecord, Conversation, parse, read_records, segments
 from eagle3_ray.run import Run
-from eagle3_ray.store.filesystem import Filesystem
+from eagle3_ray.store.filesystem import Damaged, Filesystem
 from eagle3_ray.strict_json import fingerprint
 
 CHARACTERS = 100  # of a message for each token that a prompt may have; a token has about four, seldom over twenty
@@ -45,8 +46,15 @@ class Corpus:
     summary: dict[str, Any]
 
     def read(self, unit: str) -> list[Prompt]:
-        lines = self.files.read(f"prompts/{self.fingerprint}/units/{unit}.jsonl").split(b"\n")
-        return [Prompt(**json.loads(line)) for line in lines if line]
+        """The prompts of one unit; Damaged where they are not those that were prepared."""
+        key = f"prompts/{self.fingerprint}/units/{unit}.jsonl"
+        data, written = self.files.read(key), self.summary.get("sha256", {}).get(unit)
+        if written not in (None, hashlib.sha256(data).hexdigest()):  # none was kept before 0.2
+            raise Damaged(
+                f"{self.files.url(key)} is not what was prepared; delete "
+                f"{self.files.url(f'prompts/{self.fingerprint}/summary.json')} to prepare the corpus again"
+            )
+        return [Prompt(**strict_json.loads(line)) for line in data.split(b"\n") if line]
 
 
 def prepare(run: Run, prompts: PromptsConfig) -> Corpus:
@@ -94,10 +102,12 @@ def _write(run: Run, prompts: PromptsConfig, key: str, records: list[Conversatio
     bad = [record for record in records if isinstance(record, str)]
     repeated = len(records) - len(conversations) - len(bad)
     good = list(_tokenised(run, prompts, conversations, bad))
-    units = range(0, len(good), prompts.unit_size)
-    for i, first in enumerate(units):
-        lines = "".join(json.dumps(asdict(prompt)) + "\n" for prompt in good[first : first + prompts.unit_size])
-        run.files.write(f"prompts/{key}/units/{_unit(i)}.jsonl", lines.encode())
+    digests = {}
+    for i, first in enumerate(range(0, len(good), prompts.unit_size)):
+        unit = good[first : first + prompts.unit_size]
+        data = "".join(strict_json.dumps(asdict(prompt)) + "\n" for prompt in unit).encode()
+        run.files.write(f"prompts/{key}/units/{_unit(i)}.jsonl", data)
+        digests[_unit(i)] = hashlib.sha256(data).hexdigest()
     return {
         "source": prompts.source,
         "fingerprint": key,
@@ -109,7 +119,8 @@ def _write(run: Run, prompts: PromptsConfig, key: str, records: list[Conversatio
         "prompt_tokens": sum(len(ids) for prompt in good for ids in prompt.segments),
         "bad": len(bad),
         "reasons": _counted(bad),
-        "units": len(units),
+        "units": len(digests),
+        "sha256": digests,
     }
 
 

@@ -22,7 +22,7 @@ from eagle3_ray.evaluate import heldout
 from eagle3_ray.prepare import MOST_REASONS, OTHERS, Corpus, prepare
 from eagle3_ray.run import Run, open_run
 from eagle3_ray.store.commits import Units
-from eagle3_ray.store.filesystem import Filesystem
+from eagle3_ray.store.filesystem import Damaged, Filesystem
 
 SURROGATE = "\\ud800"  # as JSON spells it; alone it is no character
 USER = '{"role": "user", "content": "a"}'
@@ -147,11 +147,26 @@ def test_every_good_row_of_a_hostile_corpus_comes_through(target: Path, tmp_path
     assert len(set(ids)) == len(BAD) + 1 and ids[2] == "Köln \u2028 2"
 
 
+def test_prepared_prompts_that_were_changed_are_refused(target: Path, tmp_path: Path) -> None:
+    (tmp_path / "p.jsonl").write_text('{"prompt": "one"}\n{"prompt": "two"}\n')
+    corpus = prepared(target, tmp_path, tmp_path / "p.jsonl")
+    (unit,) = corpus.units
+    key = f"prompts/{corpus.fingerprint}/units/{unit}.jsonl"
+    assert [prompt.domain for prompt in corpus.read(unit)] == ["none", "none"]
+    corpus.files.write(key, corpus.files.read(key).replace(b"none", b"nine", 1))
+    again = prepared(target, tmp_path, tmp_path / "p.jsonl")
+    with pytest.raises(Damaged, match=f"{unit}.jsonl is not what was prepared; delete .*summary.json to prepare"):
+        again.read(unit)
+    corpus.files.delete(f"prompts/{corpus.fingerprint}/summary.json")
+    assert [prompt.domain for prompt in prepared(target, tmp_path, tmp_path / "p.jsonl").read(unit)] == ["none"] * 2
+
+
 def test_what_comes_through_can_be_committed_and_told(target: Path, tmp_path: Path) -> None:
     corpus = prepared(target, tmp_path, hostile(tmp_path))
     (tmp_path / "shard").write_bytes(b"x")
     units = Units(Filesystem(str(tmp_path / "other")), "responses", "f")
-    samples = [{"id": p.id, "domain": p.domain} for unit in corpus.units for p in corpus.read(unit)]
+    told = {"tokens": 1, "generated": 0, "finish_reasons": []}
+    samples = [{"id": p.id, "domain": p.domain, **told} for unit in corpus.units for p in corpus.read(unit)]
     units.commit("000000", tmp_path / "shard", samples, reasons=list(corpus.summary["reasons"]))
     assert units.read_commit("000000").samples == samples
     "".join(corpus.summary["reasons"]).encode()  # a terminal and a report take them
