@@ -8,7 +8,6 @@ with those that were served.
 from __future__ import annotations
 
 import json
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +24,7 @@ from eagle3_ray.drafter.model import Batch, Drafter
 from eagle3_ray.drafter.published import by_path
 from eagle3_ray.drafter.shape import ROPE_WORDS, read_config, read_rope
 from eagle3_ray.drafter.target import TargetPieces
+from eagle3_ray.leftovers import temporary_folder
 from eagle3_ray.store.filesystem import Filesystem
 from eagle3_ray.store.tensors import Tensors
 
@@ -53,8 +53,8 @@ class Trained:
 
 def read_trained(files: Filesystem, drafter: str) -> Trained:
     """The drafter trained below the key `drafter`."""
-    with tempfile.TemporaryDirectory() as scratch:
-        local = Path(scratch, "weights")
+    with temporary_folder() as scratch:
+        local = scratch / "weights"
         files.download(f"{drafter}/weights/model.safetensors", local)
         weights = load_file(local)
     return Trained(json.loads(files.read(f"{drafter}/weights/config.json")), weights)

@@ -7,7 +7,6 @@ must not look like units to delete.
 from __future__ import annotations
 
 import json
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from eagle3_ray.leftovers import temporary_folder
 from eagle3_ray.progress import Progress
 from eagle3_ray.store.commits import Commit, Units, fault_of_bytes
 from eagle3_ray.store.filesystem import StoreError
@@ -39,11 +39,11 @@ def verify(folders: list[Folder], scratch: Path | None = None) -> list[Fault]:
     faults = []
     total = sum(len(folder.committed) for folder in folders)
     progress = Progress("verify", total, "units")
-    with tempfile.TemporaryDirectory(prefix="eagle3-verify-", dir=scratch) as cache:
+    with temporary_folder(scratch) as cache:
         for folder in folders:
 
             def reason(unit: str, units: Units = folder.units) -> tuple[str, str | None]:
-                return unit, _fault(units, unit, Path(cache))
+                return unit, _fault(units, unit, cache)
 
             for unit, fault in in_parallel(reason, folder.committed, WORKERS):
                 if fault:

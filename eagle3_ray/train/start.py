@@ -17,10 +17,8 @@ from __future__ import annotations
 
 import json
 import random
-import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -41,6 +39,7 @@ from eagle3_ray.drafter.vocabulary import (
     end_tokens,
     tokenizer_ids,
 )
+from eagle3_ray.leftovers import temporary_folder
 from eagle3_ray.store.cache import node_cache
 from eagle3_ray.store.commits import Commit, Units
 from eagle3_ray.store.filesystem import Filesystem
@@ -185,8 +184,8 @@ def _published(
     """Its weights are copied into the store: every worker and every restart begins from the same ones."""
     model = text_config(target_config(target_folder(config.target)))
     published = Published(config.drafter, model, boundaries, config.store.storage_options)
-    with tempfile.TemporaryDirectory() as temporary:
-        local = Path(temporary, "start.safetensors")
+    with temporary_folder() as temporary:
+        local = temporary / "start.safetensors"
         save_file(published.weights(), local)
         files.upload(local, f"{prefix}/start.safetensors")
     return published.config, published.draft_ids(), {"published": published.layers()}

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 import time
 from collections import deque
 from dataclasses import dataclass
@@ -35,6 +34,7 @@ from eagle3_ray.drafter.loss import Metrics
 from eagle3_ray.drafter.model import Drafter
 from eagle3_ray.drafter.shape import read_config
 from eagle3_ray.drafter.target import initialise, load_pieces
+from eagle3_ray.leftovers import temporary_folder
 from eagle3_ray.progress import Progress
 from eagle3_ray.store.cache import node_cache
 from eagle3_ray.store.commits import Units
@@ -214,8 +214,8 @@ def _work(given: dict[str, Any]) -> None:
         return  # the driver says so: to Ray Train an error is a worker to start again
     progress = Progress("train", train.steps, "steps", done=training.taken)
     recent: deque[Metrics] = deque(maxlen=RECENT)
-    with tempfile.TemporaryDirectory() as temporary:
-        curves = _Curves(files, f"{task.prefix}/tensorboard", Path(temporary, "curves")) if rank == 0 else None
+    with temporary_folder() as temporary:
+        curves = _Curves(files, f"{task.prefix}/tensorboard", temporary / "curves") if rank == 0 else None
         data = stream(train, task.features, commits, cache, rank, world, consumed, held)
         tokens, began = 0, time.monotonic()
         if curves and not training.taken:
@@ -288,8 +288,8 @@ def _resume(files: Filesystem, folder: str, training: Training) -> int:
     found = files.list(folder)
     if not found:
         return 0
-    with tempfile.TemporaryDirectory() as temporary:
-        local = Path(temporary, "state.safetensors")
+    with temporary_folder() as temporary:
+        local = temporary / "state.safetensors"
         files.download(found[-1], local)
         with safe_open(local, "pt") as file:
             progress = file.metadata()
@@ -298,8 +298,8 @@ def _resume(files: Filesystem, folder: str, training: Training) -> int:
 
 
 def _tensors(files: Filesystem, key: str) -> dict[str, Tensor]:
-    with tempfile.TemporaryDirectory() as temporary:
-        local = Path(temporary, "tensors")
+    with temporary_folder() as temporary:
+        local = temporary / "tensors"
         files.download(key, local)
         return load_file(local)
 
