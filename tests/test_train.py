@@ -404,9 +404,7 @@ def test_samples_of_another_target_are_refused_in_words(part: str) -> None:
     one = sample(0)
     setattr(one, part, one.input_ids + V if part == "input_ids" else getattr(one, part)[:, 1:])
     for use in (lambda: training.step([one]), lambda: training.accept_length([one], 3)):
-        with pytest.raises(
-            Damaged, match="sample s0 has states of .*; the target has states of 48 and 16 and 50 tokens"
-        ):
+        with pytest.raises(Damaged, match="sample s0 has .*; the target has states of 48 and 16 and 50 tokens"):
             use()
 
 

@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-import tempfile
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -22,6 +20,7 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 
 from eagle3_ray import strict_json
+from eagle3_ray.leftovers import temporary_folder
 from eagle3_ray.store.filesystem import Damaged, Filesystem, StoreError, checked
 from eagle3_ray.store.layout import DTYPES, MAX_HEADER
 from eagle3_ray.store.parallel import in_parallel
@@ -42,8 +41,8 @@ def write_tensors(files: Filesystem, key: str, tensors: dict[str, Tensor], metad
 def read_tensors(files: Filesystem, key: str) -> tuple[dict[str, Tensor], dict[str, str]]:
     """What `write_tensors` put there, tensors and metadata. Damaged where it is anything else, also when read again."""
     for last in (False, True):  # what comes from a remote store may be damaged on its way
-        with tempfile.TemporaryDirectory() as folder:
-            local = Path(folder, "tensors")
+        with temporary_folder() as folder:
+            local = folder / "tensors"
             files.download(key, local)
             try:
                 tensors = load_file(local)

@@ -142,8 +142,8 @@ def check_fits(samples: list[Features], shape: PreTrainedConfig) -> None:
         seen = sample.aux.shape[1], sample.last_hidden.shape[1]
         if tokens > shape.vocab_size or seen != (width, hidden):
             raise Damaged(
-                f"sample {sample.id} has states of {seen[0]} and {seen[1]} numbers and token ids up to {tokens - 1}; the "
-                f"target has states of {width} and {hidden} and {shape.vocab_size} tokens"
+                f"sample {sample.id} has states of {seen[0]} and {seen[1]} numbers and token ids up to {tokens - 1}; "
+                f"the target has states of {width} and {hidden} and {shape.vocab_size} tokens"
             )
 
 

@@ -17,7 +17,6 @@ are not handed to Ray: one reported just before a kill may be lost.
 from __future__ import annotations
 
 import os
-import tempfile
 import time
 from collections import deque
 from dataclasses import dataclass
@@ -32,6 +31,7 @@ from eagle3_ray.drafter.loss import Metrics
 from eagle3_ray.drafter.model import Drafter
 from eagle3_ray.drafter.shape import read_config
 from eagle3_ray.drafter.target import initialise, load_pieces
+from eagle3_ray.leftovers import temporary_folder
 from eagle3_ray.progress import Progress
 from eagle3_ray.secrets import Sealed
 from eagle3_ray.store.cache import node_cache
@@ -229,8 +229,8 @@ def _work(given: dict[str, Any]) -> None:
         return  # the driver says so: to Ray Train an error is a worker to start again
     progress = Progress("train", train.steps, "steps", done=training.taken)
     recent: deque[Metrics] = deque(maxlen=RECENT)
-    with tempfile.TemporaryDirectory() as temporary:
-        curves = _Curves(files, f"{task.prefix}/tensorboard", Path(temporary, "curves")) if rank == 0 else None
+    with temporary_folder() as temporary:
+        curves = _Curves(files, f"{task.prefix}/tensorboard", temporary / "curves") if rank == 0 else None
         data = stream(train, task.features, commits, cache, rank, world, consumed, held)
         tokens, began = 0, time.monotonic()
         if curves and not training.taken:
