@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,7 @@ from eagle3_ray.drafter.checkpoint import check_folder
 from eagle3_ray.drafter.faults import EMBEDDING
 from eagle3_ray.drafter.shape import read_config
 from eagle3_ray.engines.sglang import ask_layer_ids
+from eagle3_ray.leftovers import temporary_folder
 from eagle3_ray.run import Run
 from eagle3_ray.store.commits import Units
 from eagle3_ray.store.filesystem import Filesystem
@@ -63,8 +62,8 @@ def _check_training(run: Run, drafter: str) -> None:
 
 def export_with(run: Run, features: Units, drafter: str, layer_ids: list[int]) -> dict[str, Any]:
     """`export`, with the layer ids that mean the features' boundaries."""
-    with tempfile.TemporaryDirectory(prefix="eagle3-ray-") as scratch:
-        folder = Path(scratch, "export")
+    with temporary_folder() as scratch:
+        folder = scratch / "export"
         export_drafter(run.config, run.files, drafter, layer_ids, folder, run.config.engine.dtype)
         faults = check_folder(folder, run.model)
         if faults:
@@ -100,15 +99,15 @@ def _beside(run: Run, drafter: str, boundaries: list[int]) -> dict[str, str]:
     architectures = target_config(run.folder).get("architectures") or []
     served = {"target": place(config.target.path), "architectures": architectures}
     served["num_steps"] = config.evaluate.num_steps
-    shape = read_config(json.loads(run.files.read(f"{drafter}/weights/config.json")))
+    shape = read_config(run.files.read_json(f"{drafter}/weights/config.json"))
     try:
         made = formats.config_json(shape, boundaries, form, dtype, served)
     except ValueError as error:
         raise ExportError(f"export.format: {error}") from None
     there = run.read_json(f"{key}/config.json")
     if there is None:
-        with tempfile.TemporaryDirectory(prefix="eagle3-ray-") as scratch:
-            path = Path(scratch, "model.safetensors")
+        with temporary_folder() as scratch:
+            path = scratch / "model.safetensors"
             formats.write_weights(path, trained_drafter(config, run.files, drafter, dtype), form, dtype, embedding)
             run.files.upload(path, f"{key}/{path.name}")
     if there != made:  # what it says of serving may be of other settings

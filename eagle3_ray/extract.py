@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import logging
-import shutil
 import threading
 import time
 import warnings
@@ -26,9 +25,9 @@ import torch
 from eagle3_ray.config import ConfigError
 from eagle3_ray.engines import start_engine
 from eagle3_ray.engines.base import RequestError, TargetEngine, answer
-from eagle3_ray.engines.processes import own_folder
 from eagle3_ray.engines.sglang import context_length
 from eagle3_ray.engines.sglang_nodes import actor_options
+from eagle3_ray.leftovers import own_folder, remove
 from eagle3_ray.prepare import Corpus
 from eagle3_ray.probe import check_norms, probe, probe_sequences
 from eagle3_ray.progress import Progress
@@ -166,7 +165,7 @@ class Extractor:
     def __init__(self, run: Run | Sealed[Run], corpus: Corpus) -> None:
         run = run.inside if isinstance(run, Sealed) else run
         self.engine = RestartingEngine(self._start)
-        self.staging, self.staging_lock = own_folder(scratch(run.config.store))
+        self.staging, _ = own_folder(scratch(run.config.store))
         self.uploads = Uploads(run.config.store, self.staging)
         self.run, self.corpus = run, corpus
         self.responses, _ = run.responses(corpus.fingerprint)
@@ -184,7 +183,7 @@ class Extractor:
         self.generating.shutdown(wait=False)
         self.capturing.shutdown(wait=False)
         self.uploads.close()
-        shutil.rmtree(self.staging, ignore_errors=True)
+        remove(self.staging)
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, list[Any]]:
         (unit,) = [str(unit) for unit in batch["unit"]]

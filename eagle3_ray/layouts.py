@@ -33,6 +33,7 @@ from torch import Tensor
 from eagle3_ray.capture import describe_target, target_folder
 from eagle3_ray.config import ConfigError, TargetConfig
 from eagle3_ray.drafter.target import load_norm
+from eagle3_ray.leftovers import temporary_folder
 from eagle3_ray.progress import Progress
 from eagle3_ray.store.commits import Units
 from eagle3_ray.store.overview import Folder
@@ -63,12 +64,12 @@ def export_features(
     for unit, count in samples.items():
         numbers[unit], total = total, total + count
     progress = Progress("export", len(samples), "units")
-    with tempfile.TemporaryDirectory(prefix="eagle3-export-", dir=scratch) as cache:
+    with temporary_folder(scratch) as cache:
 
         def write(unit: str) -> None:
             part = to / OURS / f"{unit}.parquet"
             if not part.exists():
-                rows = _write_unit(folder.units, unit, numbers[unit], writer, Path(cache))
+                rows = _write_unit(folder.units, unit, numbers[unit], writer, cache)
                 _place(part, lambda path: pq.write_table(pa.Table.from_pylist(rows, SCHEMA), path))
 
         for _ in in_parallel(write, samples, WORKERS):

@@ -6,7 +6,6 @@ import base64
 import importlib.metadata
 import io
 import platform
-import tempfile
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import jinja2
 
 from eagle3_ray import strict_json
 from eagle3_ray.acceptance import LOOPING, SPEED
+from eagle3_ray.leftovers import temporary_folder
 from eagle3_ray.prepare import Corpus
 from eagle3_ray.run import Run
 from eagle3_ray.secrets import masked
@@ -88,9 +88,9 @@ def training_curves(run: Run, drafter: str) -> dict[str, list[tuple[int, float]]
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     curves: dict[str, list[tuple[int, float]]] = {}
-    with tempfile.TemporaryDirectory(prefix="eagle3-ray-") as scratch:
+    with temporary_folder() as scratch:
         for key in run.files.list(f"{drafter}/tensorboard"):
-            local = below(Path(scratch), key)
+            local = below(scratch, key)
             run.files.download(key, local)
             events = EventAccumulator(str(local), size_guidance={"scalars": 0}).Reload()
             for name in events.Tags()["scalars"]:

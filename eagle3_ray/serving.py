@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from eagle3_ray.capture import CaptureSpec
 from eagle3_ray.config import Drafting
 from eagle3_ray.drafter.shape import MLA
 from eagle3_ray.engines.sglang import SGLangEngine
+from eagle3_ray.leftovers import temporary_folder
 from eagle3_ray.run import Run
 from eagle3_ray.store.filesystem import Filesystem, below
 
@@ -30,8 +30,8 @@ def serving(
     dtype = config.evaluate.dtype or config.engine.dtype
     config = dataclasses.replace(config, engine=dataclasses.replace(config.engine, dtype=dtype))
     args: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory(prefix="eagle3-ray-") as scratch:
-        folder = served_folder(run, drafter, Path(scratch))
+    with temporary_folder() as scratch:
+        folder = served_folder(run, drafter, scratch)
         if drafting is not None:
             args = drafting_args(run, drafting, str(folder), _architectures(folder))
         engine = SGLangEngine(config, run.folder, spec, args, watched)

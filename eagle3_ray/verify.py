@@ -9,7 +9,6 @@ store, a drafter and an engine.
 from __future__ import annotations
 
 import dataclasses
-import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -25,6 +24,7 @@ from eagle3_ray.engines.sglang import SGLangEngine
 from eagle3_ray.engines.sglang_nodes import actor_options
 from eagle3_ray.engines.sglang_served import NothingWritten
 from eagle3_ray.identify import Taken, identify, read_dump
+from eagle3_ray.leftovers import temporary_folder
 from eagle3_ray.prepare import Corpus
 from eagle3_ray.proof import choose, drafter_faults, measure, trained_drafter
 from eagle3_ray.run import Run, exported
@@ -113,8 +113,8 @@ def _alone(run: Run, corpus: Corpus, features: Units, drafter: str) -> dict[str,
         with serving(run, drafter, draftings(run.config.evaluate)[0], watched=True) as (engine, folder):
             return measure(run, corpus, features, drafter, engine, folder)
     except (EngineError, RequestError, NothingWritten) as error:
-        with tempfile.TemporaryDirectory(prefix="eagle3-ray-") as scratch:
-            folder = served_folder(run, drafter, Path(scratch))
+        with temporary_folder() as scratch:
+            folder = served_folder(run, drafter, scratch)
             trained = trained_drafter(run, drafter, len(run.spec.boundaries))
             faults = drafter_faults(run, trained, folder)
         return {"failed": str(error), "drafter_faults": faults}

@@ -1,13 +1,20 @@
 """One thin Hydra entry point a stage: `python -m ray_jobs.STAGE [override …]`.
 
 `stage` composes conf/, checks it against eagle3_ray.config, and runs one function on the opened run; `command` only
-composes. The exit code is 2 for a configuration that cannot work, before any engine starts, and 1 for a failure after
-that.
+composes. The exit code is 2 for a configuration that cannot work, before any engine starts, 1 for a failure after that,
+and 130 or 143 for SIGINT or SIGTERM.
 """
 
 from __future__ import annotations
 
 import sys
+
+from ray_jobs import interrupts
+
+if sys.argv[0] == "-m":  # of `python -m ray_jobs.STAGE`: what is imported from here on takes seconds
+    interrupts.catch()
+
+# ruff: noqa: E402
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -43,14 +50,16 @@ def command(config: str, function: Callable[[DictConfig], Any]) -> None:
         composed_well = True
         learn(OmegaConf.to_container(composed))
         try:
-            function(composed)
+            with interrupts.interruptible():
+                function(composed)
         except (ConfigError, OmegaConfBaseException) as error:
             print(f"error: {error}", file=sys.stderr, flush=True)
             sys.exit(2)
 
     with without_secrets(sys.argv[1:]) as learn:
         try:
-            main()
+            with interrupts.interruptible():
+                main()
         except SystemExit as end:  # of a faulty command line Hydra says what is wrong and exits with 1
             sys.exit(2 if end.code == 1 and not composed_well else end.code)
 

@@ -14,7 +14,7 @@ from ray_jobs.cluster import cluster
 def main(run: Run) -> None:
     features, _ = run.features(prepare(run, run.config.prompts).fingerprint)
     prompts = heldout(run)
-    with cluster(run.config.cluster):
+    with cluster(run.config):
         summary = evaluate(run, prompts, drafter := run.drafter(features))
     if not run.config.drafter.path:
         publish_card(run, features, drafter, exported(run, drafter), summary)

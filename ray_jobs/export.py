@@ -9,7 +9,7 @@ from ray_jobs.cluster import cluster
 
 def main(run: Run) -> None:
     features, _ = run.features(prepare(run, run.config.prompts).fingerprint)
-    with cluster(run.config.cluster):
+    with cluster(run.config):
         print(export(run, features, run.drafter(features)))
 
 

@@ -9,7 +9,7 @@ from ray_jobs.cluster import cluster
 
 def main(run: Run) -> None:
     corpus = prepare(run, run.config.prompts)
-    with cluster(run.config.cluster):
+    with cluster(run.config):
         extract(run, corpus)
 
 

@@ -45,7 +45,7 @@ def main(run: Run) -> None:
 
     corpus = timed("prepare", prepare, run, run.config.prompts)
     prompts = heldout(run)
-    with cluster(run.config.cluster):
+    with cluster(run.config):
         timed("extract", extract, run, corpus)
         features, _ = extracted(run, corpus)
         drafter = run.drafter(features)

@@ -17,7 +17,7 @@ def train(run: Run, corpus: Corpus) -> dict[str, Any]:
 
 def main(run: Run) -> None:
     corpus = prepare(run, run.config.prompts)
-    with cluster(run.config.cluster):
+    with cluster(run.config):
         train(run, corpus)
 
 

@@ -14,13 +14,13 @@ def main(run: Run) -> None:
     if not run.config.verify.samples:
         raise ConfigError("verify.samples: 0 leaves nothing to verify")
     if run.config.features.path:
-        with cluster(run.config.cluster):
+        with cluster(run.config):
             summary = elsewhere(run)
         say(summary)
         sys.exit(summary["verdict"] != "aligned")
     corpus = prepare(run, run.config.prompts)
     features, _ = run.features(corpus.fingerprint)
-    with cluster(run.config.cluster):
+    with cluster(run.config):
         summary = verify(run, corpus, features, run.drafter(features), anew=True)
     say(summary)
     sys.exit(summary["verdict"] != "aligned")

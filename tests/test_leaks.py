@@ -41,7 +41,6 @@ FILE = """\
 engine:
   args:
     api_key: planted-in-a-file
-    ssl_keyfile_password: "planted: \\"quoted\\" in a file"
 hardware:
   env:
     DB_PWD: planted-db-pwd
@@ -60,6 +59,7 @@ OVERRIDES = [
     "+hardware.env.DB_PASSWD=planted-override",
     "+engine.args.watermark_key='planted of a watermark'",
     "+hardware.args.admin_api_key=planted-admin",
+    "+engine.args.ssl_keyfile_password='planted: \\'quoted\\' in a file'",
 ]
 OPTIONS = ["+store.storage_options.secret=planted-option", "+store.storage_options.client_kwargs.token=planted-deep"]
 URL = "http://planted-login:planted-of-a-url@{host}/{name}.jsonl?sig=planted%2Fsig&token=planted-query&x=1"
@@ -68,7 +68,7 @@ PLANTED = re.compile(
     r"|planted(?:%2F|/)sig|planted: |9f86d081884c7d65|7263544849|"
     + "|".join(re.escape(token[:20]) for token in TOKENS.values())
 )
-COUNT = len(ENVIRONMENT) + 9 + len(OVERRIDES) + len(OPTIONS) + 4
+COUNT = len(ENVIRONMENT) + 8 + len(OVERRIDES) + len(OPTIONS) + 4
 
 
 @dataclass

@@ -163,7 +163,7 @@ def test_a_compressed_shard_may_have_no_samples(tmp_path: Path) -> None:
 def test_states_that_do_not_compress_have_room_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("eagle3_ray.store.blocks.BLOCK_BYTES", 100)
     noise = torch.randint(0, 256, (40, 24), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    noise[:, 1::2] &= 0xBF  # no exponent of an infinity or NaN
+    noise[:, 1::2] &= 0xBF  # below 2, and finite
     sample = samples("bfloat16", hidden=4)[3]
     sample.aux = noise.view(torch.bfloat16)  # [T, A*H] of 960 bytes, and over 1000 in blocks
     write_features(tmp_path / "shard", [sample], PRINT, "zstd")

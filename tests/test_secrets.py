@@ -119,6 +119,7 @@ READABLE = [
     "Write a haiku about entropy, then explain Shannon's formula: H = -sum(p * log(p)).",
     "error: store.root is 's3://b/p': cannot read key (KeyError: 'x')",
     "KeyError: 'boundaries'",
+    "--ssl-keyfile-password has no effect without --ssl-certfile and --ssl-keyfile.",
     "botocore.exceptions.NoCredentialsError: Unable to locate credentials",
     "Could not override 'no.such'.\nKey 'no' is not in struct\n    full_key: no",
     "store.storage_options sets endpoint_url='http://127.0.0.1:9000', key, secret",

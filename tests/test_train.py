@@ -48,7 +48,7 @@ from eagle3_ray.drafter.vocabulary import count_tokens, draft_vocabulary
 from eagle3_ray.report import training_curves
 from eagle3_ray.store.cache import Cache
 from eagle3_ray.store.commits import Units
-from eagle3_ray.store.filesystem import Filesystem
+from eagle3_ray.store.filesystem import Damaged, Filesystem
 from eagle3_ray.store.shards import Features, Response, target_rows, write_features, write_responses
 from eagle3_ray.strict_json import fingerprint
 from eagle3_ray.train.features import WINDOW, batches, epoch_order, heldout, positions, stream
@@ -394,6 +394,18 @@ def stage(root: Path, make: Callable[[int], Features] = sample, **changes: Any) 
         cluster=ClusterConfig(),
     )
     return config, store(root, samples=30, unit=3, make=make)
+
+
+@pytest.mark.parametrize("part", ["input_ids", "aux", "last_hidden"])
+def test_samples_of_another_target_are_refused_in_words(part: str) -> None:
+    config = settings()
+    drafter = Drafter(drafter_config(DrafterConfig(), TARGET, num_aux=3, draft_vocab_size=32), torch.arange(32))
+    training = Training(config, drafter, pieces().head, torch.device("cpu"))
+    one = sample(0)
+    setattr(one, part, one.input_ids + V if part == "input_ids" else getattr(one, part)[:, 1:])
+    for use in (lambda: training.step([one]), lambda: training.accept_length([one], 3)):
+        with pytest.raises(Damaged, match="sample s0 has .*; the target has states of 48 and 16 and 50 tokens"):
+            use()
 
 
 def kill_worker_after(path: Path, killed: list[int]) -> None:

@@ -1,41 +1,19 @@
-"""Ending an engine for good: its processes, its folders, and the shared memory that SGLang leaves when it is killed."""
+"""Ending an engine for good: its processes, and the shared memory that SGLang leaves when it is killed."""
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
-import shutil
 import subprocess
-import tempfile
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import IO
 
 import psutil
 
-SHARED_MEMORY = "/dev/shm/"
-SHARED_MEMORY_NAMES = "shared_memory"  # in an engine's own folder: what SGLang has there
+from eagle3_ray.leftovers import SHARED_MEMORY, is_alive, unlink
+
 RELEASE_S = 120.0  # a scheduler that is killed frees hundreds of GB before it is gone
-
-
-def own_folder(parent: Path) -> tuple[Path, IO[bytes]]:
-    """A new folder, and the lock that says it is in use; folders whose owner died without cleaning up are removed.
-
-    A lock and not a pid: containers may share /dev/shm without sharing pids.
-    """
-    for lock in parent.glob("eagle3-ray-engine-*/lock"):
-        with contextlib.suppress(OSError), lock.open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # BlockingIOError: its owner lives
-            names = lock.parent / SHARED_MEMORY_NAMES
-            unlink(names.read_text().splitlines() if names.exists() else [])
-            shutil.rmtree(lock.parent, ignore_errors=True)
-    folder = Path(tempfile.mkdtemp(prefix="eagle3-ray-engine-", dir=parent))
-    mine = (folder / "new").open("wb")
-    fcntl.flock(mine, fcntl.LOCK_EX)
-    os.rename(folder / "new", folder / "lock")  # seen only when it is held
-    return folder, mine
 
 
 def kill_tree(process: subprocess.Popen[bytes], schedulers: list[psutil.Process], grace_s: float) -> None:
@@ -63,12 +41,19 @@ def kill_tree(process: subprocess.Popen[bytes], schedulers: list[psutil.Process]
     unlink(left)
 
 
-def is_alive(process: psutil.Process) -> bool:
-    """Whether it still runs; one that is dead but not yet reaped by its parent does not."""
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
+def kill_descendants() -> None:
+    """Kill all that this process started, and remove the shared memory that they have. None may start another first."""
+    family: list[psutil.Process] = []
+    while new := [process for process in psutil.Process().children(recursive=True) if process not in family]:
+        for process in new:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.suspend()
+        family += new
+    left = shared_memory([os.getpid(), *(process.pid for process in family)])
+    for process in family:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    unlink(left)
 
 
 def shared_memory(pids: Iterable[int]) -> set[str]:
@@ -85,8 +70,3 @@ def shared_memory(pids: Iterable[int]) -> set[str]:
                 if len(fields) == 6 and fields[5].startswith(SHARED_MEMORY):
                     inodes.add(int(fields[4]))
     return {entry.path for entry in os.scandir(SHARED_MEMORY) if entry.is_file() and entry.inode() in inodes}
-
-
-def unlink(paths: Iterable[str]) -> None:
-    for path in paths:
-        Path(path).unlink(missing_ok=True)

@@ -38,10 +38,11 @@ from eagle3_ray.capture import (
 )
 from eagle3_ray.config import Config, HardwareConfig, SamplingConfig
 from eagle3_ray.engines.base import Captured, EngineError, RequestError, Response, TargetEngine
-from eagle3_ray.engines.processes import is_alive, kill_tree, own_folder, unlink
+from eagle3_ray.engines.processes import kill_tree
 from eagle3_ray.engines.sglang_nodes import membership
 from eagle3_ray.engines.sglang_plugin import FOLDER_VARIABLE, WATCH_VARIABLE
 from eagle3_ray.engines.sglang_served import WATCHED, Watched, read, read_facts
+from eagle3_ray.leftovers import is_alive, own_folder, remove, temporary_folder, unlink
 from eagle3_ray.secrets import clean, known, without
 
 PLUGIN = "eagle3_ray"
@@ -74,8 +75,8 @@ class SGLangEngine(TargetEngine):
                 f"a container's /dev/shm has 64 MB unless it is given more"
             )
         self.dtype = getattr(torch, config.engine.dtype)
-        self.scratch, self._scratch_lock = own_folder(Path(tempfile.gettempdir()))
-        self.capture_dir, self._capture_lock = own_folder(Path(config.hardware.capture_dir))
+        self.scratch, _ = own_folder(Path(tempfile.gettempdir()))
+        self.capture_dir, _ = own_folder(Path(config.hardware.capture_dir))
         self.log = self.scratch / "engine.log"
         self._numbers, self._sending, self._closing = itertools.count(), threading.Lock(), False
         self._pending: dict[int, Future[Any]] = {}
@@ -93,6 +94,7 @@ class SGLangEngine(TargetEngine):
                 [sys.executable, "-m", "eagle3_ray.engines.sglang_child", str(theirs.fileno())],
                 env=engine_environment(hardware, self.scratch, self._folders()),
                 pass_fds=[theirs.fileno()],
+                start_new_session=True,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -122,7 +124,7 @@ class SGLangEngine(TargetEngine):
             self.close(grace_s=0.0)
             raise EngineError(message)
         self._shared_memory = answer.pop("shared_memory")
-        self.info = answer | {"child_pid": self.process.pid}
+        self.info = answer
         self._heard = time.monotonic()
         self._listener = threading.Thread(target=self._listen, name="sglang-answers", daemon=True)
         self._listener.start()
@@ -255,8 +257,8 @@ class SGLangEngine(TargetEngine):
         self.connection.close()  # the child sees the end of the pipe and shuts its engine down
         kill_tree(self.process, self._schedulers, grace_s)
         unlink(self._shared_memory)
-        shutil.rmtree(self.capture_dir, ignore_errors=True)
-        shutil.rmtree(self.scratch, ignore_errors=True)
+        remove(self.capture_dir)
+        remove(self.scratch)
 
     # ------------------------------------------------------------ the pipe
 
@@ -387,11 +389,11 @@ def engine_environment(hardware: HardwareConfig, scratch: Path, plugin: dict[str
 def ask_layer_ids(config: Config, boundaries: Sequence[int]) -> list[int]:
     """`capture.sglang_layer_ids`, asked in a process with the engine's environment."""
     folder = target_folder(config.target)
-    with tempfile.TemporaryDirectory(prefix="eagle3-ray-") as scratch:
+    with temporary_folder() as scratch:
         asked = subprocess.run(
             [sys.executable, "-m", "eagle3_ray.engines.layer_ids", str(folder), *map(str, boundaries)]
             + (["--trust-remote-code"] if config.target.trust_remote_code else []),
-            env=engine_environment(config.hardware, Path(scratch)),
+            env=engine_environment(config.hardware, scratch),
             capture_output=True,
             text=True,
         )

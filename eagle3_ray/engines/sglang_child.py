@@ -1,7 +1,8 @@
 """The process that owns one `sglang.Engine`: `python -m eagle3_ray.engines.sglang_child FD`, run by engines/sglang.py.
 
 Requests come over a pipe and are all handed to SGLang at once, on the engine's own event loop; SGLang batches them.
-Answers go back in the order they finish. The pipe's end (the actor died) ends this process and its schedulers.
+Answers go back in the order they finish. The pipe's end (the actor died) ends this process and its schedulers, also in
+the middle of a start, and takes away what they leave. Ray must not kill it with the actor: nobody else would.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import json
 import os
 import shutil
 import sys
+import threading
+import time
 import traceback
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -18,7 +21,8 @@ from typing import Any
 
 import psutil
 
-from eagle3_ray.engines.processes import SHARED_MEMORY_NAMES, shared_memory, unlink
+from eagle3_ray.engines.processes import kill_descendants, shared_memory
+from eagle3_ray.leftovers import SHARED_MEMORY_NAMES, step_aside, sweep, unlink
 
 # ServerArgs as SGLang resolved them from the model and the hardware: another value of one computes other numbers
 RESOLVED = (
@@ -40,27 +44,48 @@ RESOLVED = (
 )
 
 
-def main(connection: Connection) -> None:
+EXIT_S = 3.0  # that a running engine may take to shut down
+
+
+class Ending:
+    """The end, when the actor is gone."""
+
+    def __init__(self) -> None:
+        self.folders: list[str] = []
+        self.serving = threading.Event()
+
+    def __call__(self) -> None:
+        if self.serving.is_set():
+            time.sleep(EXIT_S)  # `main` sees the end of the pipe, too, and shuts the engine down
+        kill_descendants()
+        self.remove_folders()
+        os._exit(1)
+
+    def remove_folders(self) -> None:
+        for folder in self.folders:
+            shutil.rmtree(folder, ignore_errors=True)
+        sweep(*(Path(folder).parent for folder in self.folders))  # what else the actor left
+
+
+def main(connection: Connection, ending: Ending) -> None:
     setup = connection.recv()
+    ending.folders = [setup["capture_dir"], setup["scratch"]]
     try:
         engine, info = start(setup)
     except BaseException as error:
         connection.send(("failed", f"{type(error).__name__}: {error}"))
-        family = psutil.Process().children(recursive=True)  # an engine that is up, but not as it was asked for
-        unlink(shared_memory([os.getpid(), *(process.pid for process in family)]))
-        for process in family:
-            process.kill()
+        kill_descendants()  # an engine that is up, but not as it was asked for
         raise
     left = info["shared_memory"]
     Path(setup["scratch"], SHARED_MEMORY_NAMES).write_text("\n".join(left))  # for who cleans up after us
+    ending.serving.set()
     try:
         connection.send(("ready", info))
         engine.loop.run_until_complete(serve(engine, connection))
     finally:
         engine.shutdown()
         unlink(left)
-    for folder in (setup["capture_dir"], setup["scratch"]):  # the actor may be gone: nobody else would clean up
-        shutil.rmtree(folder, ignore_errors=True)
+    ending.remove_folders()  # the actor may be gone: nobody else would clean up
 
 
 def start(setup: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -99,6 +124,7 @@ def start(setup: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     return engine, {
         "engine": f"{type(engine).__module__}.{type(engine).__qualname__}",
         "version": sglang.__version__,
+        "child_pid": os.getpid(),
         "scheduler_pids": pids,
         "layer_ids": ids,
         **captures,
@@ -200,8 +226,10 @@ async def respond(engine: Any, connection: Connection, request: dict[str, Any]) 
 
 
 if __name__ == "__main__":
+    pipe, ending = Connection(int(sys.argv[1])), Ending()
+    step_aside(pipe.fileno(), ending)
     try:
-        main(Connection(int(sys.argv[1])))
+        main(pipe, ending)
     except BaseException:
         traceback.print_exc()
         os._exit(1)

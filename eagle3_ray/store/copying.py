@@ -6,10 +6,10 @@ sends what is missing. Both stores may be local or remote; of a remote source a 
 
 from __future__ import annotations
 
-import tempfile
 from pathlib import Path
 from typing import Any
 
+from eagle3_ray.leftovers import temporary_folder
 from eagle3_ray.progress import Progress
 from eagle3_ray.store.commits import Commit, Units
 from eagle3_ray.store.filesystem import Filesystem, StoreError
@@ -34,7 +34,7 @@ def copy(folders: list[Folder], target: Filesystem, scratch: Path | None = None)
     """
     sent = bytes_sent = 0
     progress = Progress("copy", sum(len(folder.committed) for folder in folders), "units")
-    with tempfile.TemporaryDirectory(prefix="eagle3-copy-", dir=scratch) as cache:
+    with temporary_folder(scratch) as cache:
         for folder in folders:
             source = folder.units
             there = Units(target, *folder.name.split("/"))
@@ -43,7 +43,7 @@ def copy(folders: list[Folder], target: Filesystem, scratch: Path | None = None)
                     there.record(name, value)
 
             def bring(unit: str, source: Units = source, there: Units = there) -> int:
-                return _bring(source, there, unit, Path(cache))
+                return _bring(source, there, unit, cache)
 
             for size in in_parallel(bring, folder.committed, WORKERS):
                 sent, bytes_sent = sent + (size > 0), bytes_sent + size

@@ -3,19 +3,25 @@
 Of each file that is looked into the header is read, and of a tensor its own bytes, in pieces and several at a time: so
 a few GB come out of hundreds. Where there is an index (model.safetensors.index.json), the other files stay closed.
 Format: https://github.com/huggingface/safetensors#format.
+
+Files of our own, checkpoints above all, are written and read whole (`write_tensors`, `read_tensors`), with a digest.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save
 from torch import Tensor
 
 from eagle3_ray import strict_json
-from eagle3_ray.store.filesystem import StoreError, checked
+from eagle3_ray.leftovers import temporary_folder
+from eagle3_ray.store.filesystem import Damaged, Filesystem, StoreError, checked
 from eagle3_ray.store.layout import DTYPES, MAX_HEADER
 from eagle3_ray.store.parallel import in_parallel
 
@@ -23,7 +29,43 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 PIECE_BYTES = 32 * 2**20  # of one request, which has a time limit
 READERS = 8
+DIGEST = "sha256"  # in the metadata of a file that `write_tensors` wrote: of all else in it
 STORED = DTYPES | {"BOOL": torch.bool, "F64": torch.float64}
+
+
+def write_tensors(files: Filesystem, key: str, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
+    """Put tensors as one object. Their digest costs 0.8 s a GB of one core."""
+    files.write(key, save(tensors, metadata | {DIGEST: _digest(tensors, metadata)}))
+
+
+def read_tensors(files: Filesystem, key: str) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """What `write_tensors` put there, tensors and metadata. Damaged where it is anything else, also when read again."""
+    for last in (False, True):  # what comes from a remote store may be damaged on its way
+        with temporary_folder() as folder:
+            local = folder / "tensors"
+            files.download(key, local)
+            try:
+                tensors = load_file(local)
+                with safe_open(local, "pt") as file:
+                    metadata: dict[str, str] = file.metadata() or {}
+            except SafetensorError as error:
+                fault = str(error)
+            else:
+                expected = metadata.pop(DIGEST, None)  # none was written before there were digests
+                if expected in (None, _digest(tensors, metadata)):
+                    return tensors, metadata
+                fault = "it does not fit its digest"
+        if last or files.local:
+            break
+    raise Damaged(f"{files.url(key)} is not what was written: {fault}")
+
+
+def _digest(tensors: dict[str, Tensor], metadata: dict[str, str]) -> str:
+    about = {name: (str(tensor.dtype), list(tensor.shape)) for name, tensor in tensors.items()}
+    digest = hashlib.sha256(strict_json.dumps([about, metadata], sort_keys=True).encode())
+    for _, tensor in sorted(tensors.items()):
+        digest.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 class Source(Protocol):

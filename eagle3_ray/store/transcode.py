@@ -7,12 +7,12 @@ another fingerprint.
 
 from __future__ import annotations
 
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from eagle3_ray.capture import CaptureSpec
+from eagle3_ray.leftovers import temporary_folder
 from eagle3_ray.progress import Progress
 from eagle3_ray.store.cache import Cache
 from eagle3_ray.store.commits import DECIDES_NOTHING, Commit, Units
@@ -57,8 +57,8 @@ def transcode(source: Units, target: Units, compression: str, cache: Cache, scra
     progress = Progress("transcode", len(commits), "units", done=len(commits) - len(todo))
     written = 0
     for commit in todo:
-        with tempfile.TemporaryDirectory(dir=scratch) as folder:
-            written += _transcode(source, target, commit, dtype, compression, cache, Path(folder, "shard"))
+        with temporary_folder(scratch) as folder:
+            written += _transcode(source, target, commit, dtype, compression, cache, folder / "shard")
         progress.add(1)
     return written
 

@@ -7,12 +7,13 @@ stage more waits. A death on either side costs nothing but work: the folder is l
 
 from __future__ import annotations
 
-import multiprocessing
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import Future, ThreadPoolExecutor
+from multiprocessing import Pipe
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -34,10 +35,9 @@ class Uploads:
         self.config, self.folder = config, folder
         self.staged, self.freed = 0, threading.Condition()
         self.threads = ThreadPoolExecutor(config.uploaders)  # each waits for one process
-        # Pools of one: where processes share a pool, one that is killed can leave another waiting for it for ever
-        self.idle: SimpleQueue[ProcessPoolExecutor] = SimpleQueue()
+        self.idle: SimpleQueue[_Uploader | None] = SimpleQueue()  # None: one that is not started yet
         for _ in range(config.uploaders):
-            self.idle.put(_uploader())
+            self.idle.put(None)
 
     def commit(
         self, units: Units, unit: str, write: Callable[[Path], None], size: int, samples: list[Any], **facts: Any
@@ -60,15 +60,14 @@ class Uploads:
 
     def close(self) -> None:
         self.threads.shutdown(wait=False, cancel_futures=True)
-        while not self.idle.empty():  # waiting: their semaphores must go before Ray kills what tracks them
-            self.idle.get().shutdown()
+        while not self.idle.empty():
+            if (process := self.idle.get()) is not None:
+                process.close()
 
     def _commit(
         self, units: Units, unit: str, shard: Path, size: int, samples: list[Any], facts: dict[str, Any]
     ) -> bool:
-        tries = Retrying(
-            retry=retry_if_exception_type(BrokenProcessPool), stop=stop_after_attempt(DEATHS), reraise=True
-        )
+        tries = Retrying(retry=retry_if_exception_type(_Died), stop=stop_after_attempt(DEATHS), reraise=True)
         try:
             return tries(self._in_process, units, unit, shard, samples, facts)
         finally:
@@ -77,9 +76,10 @@ class Uploads:
     def _in_process(self, units: Units, unit: str, shard: Path, samples: list[Any], facts: dict[str, Any]) -> bool:
         process = self.idle.get()
         try:
-            return process.submit(_commit, units, unit, shard, samples, facts).result()
-        except BrokenProcessPool:
-            process = _uploader()
+            process = process or _Uploader()
+            return process.commit(units, unit, shard, samples, facts)
+        except _Died:
+            process = None
             raise
         finally:
             self.idle.put(process)
@@ -91,22 +91,39 @@ class Uploads:
             self.freed.notify_all()
 
 
-def _uploader() -> ProcessPoolExecutor:
-    """One process. Spawned, since s3fs hangs after a fork."""
-    return ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"), initializer=_end_with_parent)
+class _Died(RuntimeError):
+    """An uploader's process ended before it answered."""
 
 
-def _commit(units: Units, unit: str, shard: Path, samples: list[Any], facts: dict[str, Any]) -> bool:
-    return units.commit(unit, shard, samples, **facts)
+class _Uploader:
+    """A process of its own (store/uploader.py), and the pipe to it. No pool of multiprocessing's: its semaphores would
+    keep their names in /dev/shm when Ray kills an actor, and with it the process that tracks them."""
 
+    def __init__(self) -> None:
+        package = str(
+            Path(__file__).resolve().parents[2]
+        )  # also from a mere working directory, as `ray job submit` has
+        paths = os.pathsep.join(path for path in (package, os.environ.get("PYTHONPATH", "")) if path)
+        self.connection, theirs = Pipe()
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "eagle3_ray.store.uploader", str(theirs.fileno())],
+                env={**os.environ, "PYTHONPATH": paths},
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
 
-def _end_with_parent() -> None:
-    """A pool's process waits for work for ever when the actor is killed, since it holds both ends of its queue."""
+    def commit(self, *job: Any) -> bool:
+        try:
+            self.connection.send(job)
+            result, error = self.connection.recv()
+        except (EOFError, OSError) as ended:
+            self.close()
+            raise _Died(f"the process that uploads ended with exit code {self.process.returncode}") from ended
+        if error is not None:
+            raise error
+        return result
 
-    def wait() -> None:
-        parent = multiprocessing.parent_process()
-        assert parent is not None
-        parent.join()
-        os._exit(1)
-
-    threading.Thread(target=wait, daemon=True).start()
+    def close(self) -> None:
+        self.connection.close()
+        self.process.wait()

@@ -6,12 +6,12 @@ must not look like units to delete.
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from eagle3_ray.leftovers import temporary_folder
 from eagle3_ray.progress import Progress
 from eagle3_ray.store.commits import Commit, Units, doubled, fault_of_bytes
 from eagle3_ray.store.filesystem import Damaged, below
@@ -36,12 +36,12 @@ def verify(folders: list[Folder], scratch: Path | None = None) -> list[Fault]:
     faults: list[Fault] = []
     total = sum(len(folder.committed) for folder in folders)
     progress = Progress("verify", total, "units")
-    with tempfile.TemporaryDirectory(prefix="eagle3-verify-", dir=scratch) as cache:
+    with temporary_folder(scratch) as cache:
         for folder in folders:
             commits: list[Commit] = []
 
             def look(unit: str, units: Units = folder.units) -> tuple[str, Commit | None, str | None]:
-                return unit, *_look(units, unit, Path(cache))
+                return unit, *_look(units, unit, cache)
 
             for unit, commit, fault in in_parallel(look, folder.committed, WORKERS):
                 if fault:

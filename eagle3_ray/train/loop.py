@@ -25,7 +25,7 @@ from eagle3_ray.config import Drafting, TrainConfig
 from eagle3_ray.drafter.loss import Metrics, target_argmax, targets, ttt_loss
 from eagle3_ray.drafter.model import Batch, Drafter
 from eagle3_ray.store.shards import Features
-from eagle3_ray.train.features import batches
+from eagle3_ray.train.features import batches, check_fits
 from eagle3_ray.train.simulate import simulate, totals
 
 USUAL = 50  # steps whose mean loss is the usual one
@@ -57,6 +57,7 @@ class Training:
         """One optimizer step, or none where there is a `fault`. The metrics are those of the whole global batch."""
         steps = self.config.ttt_steps
         metrics, counts = Metrics.zero(steps, self.device), torch.zeros(steps, dtype=torch.int64, device=self.device)
+        check_fits(samples, self.drafter.config)
         prepared = []
         for waiting in batches(samples, self.config.max_length, self.dtype):
             batch = replace(waiting, aux=waiting.aux[:0]).to(self.device)  # targets need none
@@ -201,6 +202,7 @@ class Training:
 
     def accept_length(self, samples: list[Features], num_steps: int) -> dict[str, Any]:
         """Simulated serving of the samples' greedy answers, in chains of `num_steps` drafts (`simulate`, `totals`)."""
+        check_fits(samples, self.drafter.config)
         chain = Drafting(num_steps, 1, num_steps + 1)
         given = self.drafter, samples, self.head, chain, self.config.max_length, self.dtype
         return totals(simulate(*given))

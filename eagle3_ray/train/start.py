@@ -16,14 +16,11 @@ size are all among the settings.
 from __future__ import annotations
 
 import random
-import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedConfig
 
@@ -45,6 +42,7 @@ from eagle3_ray.store.commits import Commit, Units
 from eagle3_ray.store.filesystem import Filesystem
 from eagle3_ray.store.precision import finite
 from eagle3_ray.store.shards import ShardReader
+from eagle3_ray.store.tensors import write_tensors
 from eagle3_ray.train.features import heldout
 
 COUNTED_ROWS = 2**16  # target rows, of random samples, that a vocabulary by probability is counted on
@@ -192,8 +190,5 @@ def _published(
     """Its weights are copied into the store: every worker and every restart begins from the same ones."""
     model = text_config(target_config(target_folder(config.target)))
     published = Published(config.drafter, model, boundaries, config.store.storage_options)
-    with tempfile.TemporaryDirectory() as temporary:
-        local = Path(temporary, "start.safetensors")
-        save_file(published.weights(), local)
-        files.upload(local, f"{prefix}/start.safetensors")
+    write_tensors(files, f"{prefix}/start.safetensors", published.weights(), {"format": "pt"})
     return published.config, published.draft_ids(), {"published": published.layers()}

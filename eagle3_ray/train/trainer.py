@@ -16,9 +16,7 @@ are not handed to Ray: one reported just before a kill may be lost.
 
 from __future__ import annotations
 
-import json
 import os
-import tempfile
 import time
 from collections import deque
 from dataclasses import dataclass
@@ -26,17 +24,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file, save
-from torch import Tensor
 
-from eagle3_ray import strict_json
 from eagle3_ray.config import Config, ConfigError
 from eagle3_ray.drafter.checkpoint import export
 from eagle3_ray.drafter.loss import Metrics
 from eagle3_ray.drafter.model import Drafter
 from eagle3_ray.drafter.shape import read_config
 from eagle3_ray.drafter.target import initialise, load_pieces
+from eagle3_ray.leftovers import temporary_folder
 from eagle3_ray.progress import Progress
 from eagle3_ray.secrets import Sealed
 from eagle3_ray.store.cache import node_cache
@@ -44,6 +39,7 @@ from eagle3_ray.store.commits import Commit, Units
 from eagle3_ray.store.filesystem import Filesystem
 from eagle3_ray.store.precision import finite
 from eagle3_ray.store.shards import Features
+from eagle3_ray.store.tensors import read_tensors, write_tensors
 from eagle3_ray.train.features import read_samples, stream
 from eagle3_ray.train.loop import Training, all_here, mean_loss
 from eagle3_ray.train.nonfinite import NonFiniteError, check_stopped, examine, forget, keep
@@ -117,14 +113,14 @@ def trained_drafter(config: Config, files: Filesystem, prefix: str, dtype: str) 
 
     NonFiniteError where its weights are not finite.
     """
-    weights = _tensors(files, f"{prefix}/weights/model.safetensors")
+    weights, _ = read_tensors(files, f"{prefix}/weights/model.safetensors")
     broken = [name for name, tensor in weights.items() if not finite(tensor)]
     if broken:
         raise NonFiniteError(
             f"{len(broken)} of {len(weights)} tensors of the drafter at {files.url(prefix)} are not finite: "
             f"{', '.join(broken)}; a lower train.lr trains another one"
         )
-    drafter_json = json.loads(files.read(f"{prefix}/weights/config.json"))
+    drafter_json = files.read_json(f"{prefix}/weights/config.json")
     draft_ids = weights["d2t"] + torch.arange(len(weights["d2t"]))
     drafter = Drafter(read_config(drafter_json), draft_ids)
     with_embedding = config.export.embedding == "target"
@@ -233,8 +229,8 @@ def _work(given: dict[str, Any]) -> None:
         return  # the driver says so: to Ray Train an error is a worker to start again
     progress = Progress("train", train.steps, "steps", done=training.taken)
     recent: deque[Metrics] = deque(maxlen=RECENT)
-    with tempfile.TemporaryDirectory() as temporary:
-        curves = _Curves(files, f"{task.prefix}/tensorboard", Path(temporary, "curves")) if rank == 0 else None
+    with temporary_folder() as temporary:
+        curves = _Curves(files, f"{task.prefix}/tensorboard", temporary / "curves") if rank == 0 else None
         data = stream(train, task.features, commits, cache, rank, world, consumed, held)
         tokens, began = 0, time.monotonic()
         if curves and not training.taken:
@@ -297,7 +293,8 @@ def _build(task: Task, device: torch.device) -> Training:
     drafter = Drafter(read_config(start["drafter"]), torch.tensor(start["draft_ids"]))
     initialise(drafter, pieces, config.train.seed, config.drafter)
     if config.drafter.start_from:
-        drafter.load_state_dict(_tensors(task.files, f"{task.prefix}/start.safetensors"), strict=False)
+        start_from, _ = read_tensors(task.files, f"{task.prefix}/start.safetensors")
+        drafter.load_state_dict(start_from, strict=False)
     return Training(config.train, drafter, pieces.head, device)
 
 
@@ -325,37 +322,28 @@ def _first(commits: list[Commit]) -> list[tuple[int, int]]:
 def _save(files: Filesystem, folder: str, training: Training, consumed: int) -> None:
     """One object a checkpoint, so that it is there whole or not at all; the older ones go."""
     progress = {"step": str(training.taken), "consumed": str(consumed)}
-    files.write(f"{folder}/{training.taken:08d}.safetensors", save(training.state(), progress))
+    write_tensors(files, f"{folder}/{training.taken:08d}.safetensors", training.state(), progress)
     for key in files.list(folder)[:-KEPT]:
         files.delete(key)
 
 
 def _resume(files: Filesystem, folder: str, training: Training) -> int:
-    """Restore the newest checkpoint, if there is one. Returns the samples consumed."""
+    """Restore the newest checkpoint, if there is one. Returns the samples consumed.
+
+    Damaged where it is not what was written; deleted, training goes on from the one before it.
+    """
     found = files.list(folder)
     if not found:
         return 0
-    with tempfile.TemporaryDirectory() as temporary:
-        local = Path(temporary, "state.safetensors")
-        files.download(found[-1], local)
-        with safe_open(local, "pt") as file:
-            progress = file.metadata()
-        training.restore(load_file(local), int(progress["step"]))
+    state, progress = read_tensors(files, found[-1])
+    training.restore(state, int(progress["step"]))
     return int(progress["consumed"])
-
-
-def _tensors(files: Filesystem, key: str) -> dict[str, Tensor]:
-    with tempfile.TemporaryDirectory() as temporary:
-        local = Path(temporary, "tensors")
-        files.download(key, local)
-        return load_file(local)
 
 
 def _finish(task: Task, training: Training, result: dict[str, Any]) -> None:
     folder = f"{task.prefix}/weights"
-    task.files.write(f"{folder}/model.safetensors", save(training.weights(), {"format": "pt"}))
-    config = strict_json.dumps(task.start["drafter"], indent=1, sort_keys=True)
-    task.files.write(f"{folder}/config.json", config.encode())
+    write_tensors(task.files, f"{folder}/model.safetensors", training.weights(), {"format": "pt"})
+    task.files.write_json(f"{folder}/config.json", task.start["drafter"])
     task.files.write_json(f"{folder}/result.json", result)
 
 
