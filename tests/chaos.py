@@ -27,7 +27,8 @@ from ray.cluster_utils import Cluster
 from safetensors.torch import load
 from seaweed import Server, serve
 
-from eagle3_ray.engines.processes import SHARED_MEMORY, is_alive, shared_memory
+from eagle3_ray.engines.processes import shared_memory
+from eagle3_ray.leftovers import PREFIX, SHARED_MEMORY, is_alive
 from eagle3_ray.store.cache import Cache
 from eagle3_ray.store.filesystem import Filesystem
 from eagle3_ray.store.garbage import ORPHANS, garbage, remove
@@ -117,9 +118,18 @@ class Place:
     def rest(self) -> None:
         """Wait for what killed jobs left running to end by itself."""
         deadline = time.monotonic() + QUIET_S
-        while busy := [title(process) for process in ours() if at_work(process)]:
+        while busy := [title(process) for process in [*ours(), *self.apart()] if at_work(process)]:
             assert time.monotonic() < deadline, f"still there after {QUIET_S} s: {busy}"
             time.sleep(0.2)
+
+    def apart(self) -> list[psutil.Process]:
+        """Processes that are nobody's children any more; Ray's own do not show their environment."""
+        found = []
+        for process in psutil.process_iter():
+            with suppress(psutil.Error):
+                if process.environ().get("TMPDIR") == str(self.temporary) and is_alive(process):
+                    found.append(process)
+        return found
 
     # ------------------------------------------------------------ what came of it
 
@@ -165,7 +175,7 @@ class Place:
         names = set(os.listdir(SHARED_MEMORY)) - self.shared
         shared = {f"{SHARED_MEMORY}{one}" for one in names} - shared_memory(psutil.pids())
         shared = {path for path in shared if not os.path.isdir(path)}
-        folders = [path for path in self.temporary.iterdir() if path.name.startswith("tmp")]
+        folders = [path for path in self.temporary.iterdir() if path.name.startswith(("tmp", PREFIX))]
         seen = {
             "orphan shards": len(found[ORPHANS]),
             "other garbage": sum(len(entries) for entries in found.values()) - len(found[ORPHANS]),
@@ -231,7 +241,7 @@ def title(process: psutil.Process) -> str:
 
 def at_work(process: psutil.Process) -> bool:
     """A command of ours, a worker of Ray's that works for one, or a process that it started."""
-    words = ("ray_jobs.", "multiprocessing.spawn", "ray::")
+    words = ("ray_jobs.", "eagle3_ray.", "ray::")
     of_the_node = ("ray::IDLE", "ray::DashboardAgent", "ray::RuntimeEnvAgent")
     return any(word in title(process) for word in words) and not title(process).startswith(of_the_node)
 
