@@ -124,7 +124,9 @@ def test_an_evaluation_comes_into_the_card_and_an_equal_card_is_left_alone(tmp_p
     run.config.evaluate.temperature = 0.0
     publish_card(run, features, "d", exported, evaluation | {"by_suite": suites | {"mine": suites["gsm8k"]}})
     assert "| mine | 6 | 1.500 | 1.40 to 1.61 | 1.250 | 87.6% | 100.0% |" in card_of(run)
+    run.config.prompts.source = "https://me:opensesame@host/p.jsonl?sig=opensesame"
     publish_card(run, features, "d", exported, evaluation)
+    assert "| prompts | https://***@host/p.jsonl?sig=*** |" in card_of(run)
     path = tmp_path / "store" / "d" / "export" / "README.md"
     before = path.stat().st_mtime_ns
     publish_card(run, features, "d", exported, evaluation)
