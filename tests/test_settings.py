@@ -282,7 +282,7 @@ def test_what_could_leave_the_root_is_no_name(name: str) -> None:
         assert str(refused.value) == f"features.folder: {folder!r} is not features/<fingerprint>"
     if name:
         with pytest.raises(
-            ConfigError, match="^fingerprint: .* is not features/<fingerprint>, or the beginning of one"
+            ConfigError, match="^fingerprint: .* is not features/<fingerprint>, responses/<fingerprint> or"
         ):
             check(replace(command(), fingerprint=f"features/{name}"))
 
