@@ -361,7 +361,7 @@ def test_a_signed_url_neither_names_bad_rows_nor_decides_their_corpus(tmp_path: 
     (tmp_path / "p.jsonl?sig=opensesame").write_text("no JSON\n")
     source = SimpleNamespace(source=f"file://{tmp_path}/p.jsonl?sig=opensesame", limit=None)
     (record,) = read_records(source)  # type: ignore[arg-type]
-    assert record["error"].startswith("p.jsonl?sig=*** line 1 is not JSON")
+    assert str(record).startswith("p.jsonl?sig=*** line 1 is not JSON")
 
 
 def test_a_summary_holds_no_secret_and_all_its_figures(planted: Run) -> None:
