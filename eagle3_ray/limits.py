@@ -1,6 +1,7 @@
 """What a setting's value may be, kept with the field that declares it: `config.py` says it, `faults` checks it.
 
-A value of None passes, as does whatever lies in a dictionary of somebody else's settings (ServerArgs, s3fs).
+A value of None passes, and in a dictionary of somebody else's settings (ServerArgs, s3fs) all but nan and infinities,
+which no JSON can hold.
 """
 
 from __future__ import annotations
@@ -89,8 +90,7 @@ def faults(value: Any, name: str = "", own: Limits | None = None) -> Iterator[st
     elif isinstance(value, dict):
         for key, inner in value.items():
             yield from faults(key, name, own)
-            if is_dataclass(inner):
-                yield from faults(inner, f"{name}.{key}")
+            yield from faults(inner, f"{name}.{key}")
     elif isinstance(value, (list, tuple)):
         for inner in value:
             yield from faults(inner, name, own)

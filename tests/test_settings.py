@@ -180,9 +180,16 @@ def test_each_action_of_the_store_command_can_be_chosen() -> None:
     assert set(STORE_ACTIONS) == ACTIONS.keys()
 
 
+@pytest.mark.parametrize("override", ["+engine.args.scale=inf", "+hardware.args.deep={a: [1, nan]}"])
+def test_somebody_elses_settings_hold_no_nan_either(override: str) -> None:
+    name = override.strip("+").partition("=")[0]
+    with pytest.raises(ConfigError, match=rf"^{name}(\.a)?: (inf|nan) is not a finite number"):
+        check(compose(override))
+
+
 def test_what_somebody_elses_settings_hold_is_not_ours_to_bound() -> None:
     config = run()
-    config.engine.args = {"mem_fraction_static": -1.0, "x": math.nan, "y": {"z": [math.inf]}}
+    config.engine.args = {"mem_fraction_static": -1.0, "x": 1e300, "y": {"z": [-1, "any"]}}
     config.store.storage_options = {"timeout": -1}
     check(config)
 

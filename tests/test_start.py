@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,11 @@ import torch
 from test_train import DESCRIPTION, TARGET, V, pieces, sample, stage
 
 from eagle3_ray.config import ConfigError
+from eagle3_ray.store.filesystem import Damaged
 from eagle3_ray.store.shards import Features
 from eagle3_ray.train import start as start_module
 from eagle3_ray.train.features import heldout
-from eagle3_ray.train.start import frozen_start
+from eagle3_ray.train.start import frozen_commits, frozen_start
 
 
 def test_start_names_what_the_drafter_is_made_from(tmp_path: Path):
@@ -50,6 +52,19 @@ def test_a_start_of_other_settings_or_another_corpus_is_refused(tmp_path: Path, 
         settings.update({name: value for name, value in change.items() if name in settings})
     with pytest.raises(ConfigError, match=message):
         frozen_start(config, features, description, "drafters/d")
+
+
+def test_units_that_were_captured_anew_are_not_taken_for_those_that_training_began_with(tmp_path: Path):
+    config, features = stage(tmp_path)
+    start = frozen_start(config, features, DESCRIPTION, "drafters/d")
+    assert [commit.unit for commit in frozen_commits(features, start)] == start["units"]
+    old = {name: value for name, value in start.items() if name != "shards"}  # of a training before 0.2
+    last = features.read_commit(start["units"][-1])
+    features.files.delete(f"{features.folder}/commits/{last.unit}.json")
+    features.create(replace(last, sha256="0" * 64))
+    assert frozen_commits(features, old)[-1].sha256 == "0" * 64
+    with pytest.raises(Damaged, match="has other shards than those that this drafter's training began with"):
+        frozen_commits(features, start)
 
 
 def test_special_tokens_that_were_said_are_in_the_vocabulary(tmp_path: Path):

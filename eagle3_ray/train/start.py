@@ -2,6 +2,7 @@
 
     settings              what decides the drafter; a later run with others is refused
     units, samples        the frozen list of feature units, and how many samples they hold
+    shards                a fingerprint of those units' shards
     heldout               (unit, place) of the samples that are not trained on
     drafter               the drafter's config.json
     draft_ids, coverage   the draft vocabulary, and the share of the target's tokens that it holds, also by domain
@@ -39,10 +40,11 @@ from eagle3_ray.drafter.vocabulary import (
 )
 from eagle3_ray.store.cache import node_cache
 from eagle3_ray.store.commits import Commit, Units
-from eagle3_ray.store.filesystem import Filesystem
+from eagle3_ray.store.filesystem import Damaged, Filesystem
 from eagle3_ray.store.precision import finite
 from eagle3_ray.store.shards import ShardReader
 from eagle3_ray.store.tensors import write_tensors
+from eagle3_ray.strict_json import fingerprint
 from eagle3_ray.train.features import heldout
 
 COUNTED_ROWS = 2**16  # target rows, of random samples, that a vocabulary by probability is counted on
@@ -66,6 +68,22 @@ def frozen_start(config: Config, features: Units, description: dict[str, Any], p
     return start
 
 
+def frozen_commits(features: Units, start: dict[str, Any]) -> list[Commit]:
+    """The commits that a training began with. Damaged where units were captured anew since: their samples may come in
+    another order, or be others."""
+    commits = features.commits(start["units"])
+    if start.get("shards", now := _shards(commits)) != now:  # none was kept before 0.2
+        raise Damaged(
+            f"{features.files.url(features.folder)} has other shards than those that this drafter's training began "
+            "with; delete the drafter's folder to begin again"
+        )
+    return commits
+
+
+def _shards(commits: list[Commit]) -> str:
+    return fingerprint({commit.unit: commit.sha256 for commit in commits})
+
+
 def _decided(config: Config, features: Units, description: dict[str, Any], prefix: str) -> dict[str, Any]:
     commits = features.commits()
     sizes = [len(commit.samples) for commit in commits]
@@ -84,6 +102,7 @@ def _decided(config: Config, features: Units, description: dict[str, Any], prefi
     return {
         "units": [commit.unit for commit in commits],
         "samples": sum(sizes),
+        "shards": _shards(commits),
         "heldout": [(commits[shard].unit, i) for shard, i in held],
         "drafter": drafter.to_dict(),
         "draft_ids": ids.tolist(),

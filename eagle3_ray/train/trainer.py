@@ -43,7 +43,7 @@ from eagle3_ray.store.tensors import read_tensors, write_tensors
 from eagle3_ray.train.features import read_samples, stream
 from eagle3_ray.train.loop import Training, all_here, mean_loss
 from eagle3_ray.train.nonfinite import NonFiniteError, check_stopped, examine, forget, keep
-from eagle3_ray.train.start import frozen_start
+from eagle3_ray.train.start import frozen_commits, frozen_start
 
 KEPT = 2  # checkpoints to resume from
 RECENT = 50  # steps that the printed and final metrics are the mean of
@@ -81,6 +81,7 @@ def train_drafter(config: Config, features: Units, description: dict[str, Any], 
         return files.read_json(f"{prefix}/summary.json")
     began = time.monotonic()
     start = frozen_start(config, features, description, prefix)
+    frozen_commits(features, start)  # before workers start, which Ray would start again
     _check_fits(files, prefix, start)  # of an earlier run
     _run(Task(config, features, prefix, start))
     _check_fits(files, prefix, start)
@@ -221,7 +222,7 @@ def _work(given: dict[str, Any]) -> None:
     consumed = _resume(files, f"{task.prefix}/state", training)
     if rank == 0:
         forget(files, task.prefix, training.taken)
-    commits = task.features.commits(task.start["units"])
+    commits = frozen_commits(task.features, task.start)
     cache = node_cache(task.config.store)
     held = [(task.start["units"].index(unit), i) for unit, i in task.start["heldout"]]
     heldout = read_samples(task.features, commits, cache, held) if rank == 0 else []
