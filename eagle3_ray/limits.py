@@ -15,7 +15,10 @@ NAME = r"(?!.*\.\.)[A-Za-z0-9][A-Za-z0-9_.-]{0,99}"
 FORMS = {  # how a text that becomes part of a key must be written, and how that is told
     "name": (NAME, "a name: letters, digits, '_', '.' and '-', the first a letter or digit, no '..', at most 100"),
     "features": (rf"(features/)?{NAME}", "features/<fingerprint>"),
-    "folder": (rf"((features|responses)/)?({NAME})?", "features/<fingerprint>, responses/<fingerprint> or the beginning of one"),
+    "folder": (
+        rf"((features|responses)/)?({NAME})?",
+        "features/<fingerprint>, responses/<fingerprint> or the beginning of one",
+    ),
 }
 
 
