@@ -97,7 +97,7 @@ def _flag(name: str, value: Any) -> list[str]:
 
 
 def _word(value: Any) -> str:
-    return shlex.quote(json.dumps(clean(value)) if isinstance(value, dict) else place(str(value)))
+    return shlex.quote(json.dumps(clean(value)) if isinstance(value, dict) else place(clean(str(value))))
 
 
 def place(path: str) -> str:
