@@ -212,8 +212,9 @@ def place(target: Path, folder: Path) -> Iterator[Place]:
         environment.setenv("PYTHONPATH", str(ROOT))
         environment.setenv("RAY_TMPDIR", "/tmp")  # a socket's path must be short
         environment.setenv("TMPDIR", str(folder / "tmp"))
-        # Ray Train asks the dashboard whether its controller lives
-        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": True})
+        # Ray Train asks the dashboard whether its controller lives. Each has a port that is free
+        head = {"num_cpus": 0, "include_dashboard": True, "dashboard_port": None, "dashboard_agent_listen_port": 0}
+        cluster = Cluster(initialize_head=True, head_node_args=head)
         try:
             cluster.add_node(num_cpus=2)
             settings += ["cluster=running", f"cluster.address={cluster.address}"]
