@@ -89,7 +89,7 @@ def answered(run: Run) -> Corpus:
 
 def with_own_answers(run: Run, path: Path, store: Path) -> Corpus:
     """The corpus of the file at `path`, answered by the target, and captured with its own answers too."""
-    records = list(read_records(run.config.prompts))
+    records = [record for record in read_records(run.config.prompts) if isinstance(record, dict)]
     sources = Counter(str(record.get("source", path.name)) for record in records)
     digest = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
     corpus = answered(run)

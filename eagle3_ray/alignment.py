@@ -17,6 +17,7 @@ same samples twice, in other batches and in other chunks. Aligned means that
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -66,9 +67,11 @@ def shifted(served: Tensor, trained: Tensor) -> dict[int, float]:
 
 
 def judge(measured: dict[str, Any]) -> list[str]:
-    """Every cause of misalignment in words; none means aligned. `measured` is what `proof.measure` returns."""
+    """Every cause of misalignment in words; none means aligned. `measured` is what `proof.measure` returns, also
+    as JSON has it, where null stands for an error that is no number."""
     if "failed" in measured:
         return [*measured["drafter_faults"], f"the serving engine failed: {measured['failed']}"]
+    measured = _numbers(measured)
     causes = [*measured["drafter_faults"], *_in_force(measured), *_beside(measured), *_samples(measured)]
     if measured["width"] == len(measured["trained"]) * measured["hidden_size"]:
         causes += _states(measured)
@@ -79,6 +82,19 @@ def judge(measured: dict[str, Any]) -> list[str]:
         )
     causes += _targets(measured)
     return causes or [*_drafts(measured), *_nothing(measured)]
+
+
+def _numbers(measured: dict[str, Any]) -> dict[str, Any]:
+    """`measured` with NaN where an error is None."""
+
+    def number(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: number(one) for name, one in value.items()}
+        return [number(one) for one in value] if isinstance(value, list) else math.nan if value is None else value
+
+    names = ("errors", "floor", "matrix", "shifts", "by_sample", "last_hidden")
+    drafts = measured["drafts"] and measured["drafts"] | {"logits": number(measured["drafts"]["logits"])}
+    return measured | {name: number(measured[name]) for name in names if measured.get(name)} | {"drafts": drafts}
 
 
 def _in_force(measured: dict[str, Any]) -> list[str]:

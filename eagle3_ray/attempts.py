@@ -10,11 +10,11 @@ they must be three to give it up.
 
 from __future__ import annotations
 
-import json
 from typing import Any
 from uuid import uuid4
 
 from eagle3_ray.store.commits import Units
+from eagle3_ray.store.filesystem import Damaged
 
 TOGETHER = 2  # crashes after which samples are tried in halves
 ALONE = 3  # crashes after which a sample that was alone in the last one is given up
@@ -28,7 +28,7 @@ class Attempts:
     def __init__(self, units: Units, unit: str) -> None:
         self.files = units.files
         self.folder = f"{units.folder}/attempts/{unit}"
-        found = [json.loads(self.files.read(key)) for key in sorted(self.files.list(f"{self.folder}/"))]
+        found = [self._read(key) for key in self.files.list(self.folder)]
         self.crashes: list[dict[str, Any]] = found  # {samples, error}, oldest first
 
     def next_group(self, todo: list[int]) -> tuple[list[int], bool]:
@@ -69,5 +69,12 @@ class Attempts:
         """It ended without a crash."""
         self.files.delete(key)
 
+    def _read(self, key: str) -> dict[str, Any]:
+        crash = self.files.read_json(key)
+        samples, error = crash.get("samples"), crash.get("error")
+        if not isinstance(error, str) or not isinstance(samples, list) or not all(type(n) is int for n in samples):
+            raise Damaged(f"{self.files.url(key)} is no attempt; remove it")
+        return crash
+
     def _write(self, key: str, samples: list[int], error: str) -> None:
-        self.files.write(key, json.dumps({"samples": samples, "error": error}).encode())
+        self.files.write_json(key, {"samples": samples, "error": error})

@@ -16,8 +16,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from eagle3_ray.config import STORED_DTYPES, Config, ConfigError, TargetConfig
-from eagle3_ray.secrets import is_secret
+from eagle3_ray.config import Config, ConfigError, TargetConfig
+from eagle3_ray.secrets import described
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -122,11 +122,6 @@ def _weights_digest(path: Path) -> str:
 # ---------------------------------------------------------------- fingerprints
 
 
-def fingerprint(description: dict[str, Any]) -> str:
-    """sha256 of a description (JSON, sorted keys), its first 16 hex digits."""
-    return hashlib.sha256(json.dumps(description, sort_keys=True).encode()).hexdigest()[:16]
-
-
 def response_description(config: Config, target: dict[str, Any], prompts: str) -> dict[str, Any]:
     """All that decides a response; `prompts` is the prepared corpus's fingerprint. The engine is left out on purpose:
     another version of it never repeats a generation."""
@@ -173,9 +168,8 @@ def engine_args(config: Config, purpose: str) -> dict[str, Any]:
 
 
 def deciding_args(config: Config, purpose: str) -> dict[str, Any]:
-    """Those that can change what the engine computes, and its environment."""
-    env = {name: value for name, value in config.hardware.env.items() if not is_secret(name)}
-    given = {"engine_args": engine_args(config, purpose), "engine_env": env}
+    """Those that can change what the engine computes, and its environment; no secrets."""
+    given = described({"engine_args": engine_args(config, purpose), "engine_env": config.hardware.env})
     return {group: {k: v for k, v in sorted(of.items()) if k not in SPEED_ARGS} for group, of in given.items()}
 
 
@@ -218,8 +212,6 @@ def capture_spec(config: Config, model: dict[str, Any]) -> CaptureSpec:
     if boundaries is None:
         boundaries = [2, layers // 2, layers - 3]
     check_boundaries(boundaries, layers)
-    if config.capture.dtype not in STORED_DTYPES:
-        raise ConfigError(f"capture.dtype: {config.capture.dtype!r} is none of {', '.join(STORED_DTYPES)}")
     return CaptureSpec(tuple(boundaries), int(model_value(model, "hidden_size")), config.capture.dtype)
 
 

@@ -15,7 +15,7 @@ from eagle3_ray.capture import deciding_args, engine_version
 from eagle3_ray.config import Drafting
 from eagle3_ray.drafter.checkpoint import WRITTEN_FOR
 from eagle3_ray.run import Run
-from eagle3_ray.secrets import is_secret, masked
+from eagle3_ray.secrets import clean, is_secret
 from eagle3_ray.serving import drafting_args
 from eagle3_ray.store.commits import Units
 
@@ -47,11 +47,11 @@ def model_card(
         revision=run.config.target.revision,
         config=served,
         exported=exported,
-        training=json.loads(run.files.read(f"{drafter}/summary.json")),
+        training=run.files.read_json(f"{drafter}/summary.json"),
         extraction=run.read_json(f"{features.folder}/summary.json") or {},
-        fingerprint=features.folder.rpartition("/")[2],
+        fingerprint=features.fingerprint,
         description=features.description(),
-        source=place(masked(run.config.prompts.source)),
+        source=place(clean(run.config.prompts.source)),
         version=engine_version(run.config) if run.config.engine.name == "sglang" else WRITTEN_FOR,
         command=launch_command(run, served["architectures"]),
         turned_off=[
@@ -64,8 +64,7 @@ def model_card(
 
 def launch_command(run: Run, architectures: list[str]) -> str:
     """What serves the drafter of these `architectures`, run in its folder: SGLang's flags for the target, the settings
-    that change numbers, and speculation as ray_jobs.evaluate does it. No value whose name says that it is a secret, and
-    no local folder."""
+    that change numbers, and speculation as ray_jobs.evaluate does it. No secret, and no local folder."""
     config, evaluate = run.config, run.config.evaluate
     drafting = Drafting(evaluate.num_steps, evaluate.topk, evaluate.num_draft_tokens)
     decides = deciding_args(config, "serve")
@@ -98,7 +97,7 @@ def _flag(name: str, value: Any) -> list[str]:
 
 
 def _word(value: Any) -> str:
-    return shlex.quote(json.dumps(value) if isinstance(value, dict) else place(str(masked(value))))
+    return shlex.quote(json.dumps(clean(value)) if isinstance(value, dict) else place(clean(str(value))))
 
 
 def place(path: str) -> str:

@@ -19,7 +19,7 @@ from typing import Any
 import ray
 import torch
 
-from eagle3_ray.capture import deciding_args, engine_version, fingerprint
+from eagle3_ray.capture import deciding_args, engine_version
 from eagle3_ray.config import (
     ConfigError,
     Drafting,
@@ -41,6 +41,7 @@ from eagle3_ray.progress import Progress
 from eagle3_ray.run import Run, exported
 from eagle3_ray.serving import serving
 from eagle3_ray.store.shards import Features, target_rows
+from eagle3_ray.strict_json import fingerprint
 from eagle3_ray.train.simulate import simulate, totals
 
 SETTINGS = ["temperature", "num_steps", "topk", "num_draft_tokens", "sweep", "batch_size", "baseline", "simulate"]

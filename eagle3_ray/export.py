@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
 
 import ray
 
+from eagle3_ray import strict_json
 from eagle3_ray.capture import target_config
 from eagle3_ray.card import place, publish_card
 from eagle3_ray.config import FORMATS, ConfigError
@@ -33,18 +33,31 @@ def export(run: Run, features: Units, drafter: str) -> dict[str, Any]:
     """Export the drafter trained below the key `drafter`, with the target's own SGLang layer ids. Ray must be running.
 
     The ids are asked of SGLang where its engines run, not on the driver, which may have no sglang. ExportError where
-    SGLang would take the folder otherwise than it is meant; then nothing is uploaded. With another export.format, its
+    SGLang would take the folder otherwise than it is meant, or training ended in losses that are not finite; then
+    nothing is uploaded. With another export.format, its
     folder lies beside the one for SGLang, and the answer names it as `also`.
     """
+    _check_training(run, drafter)
     done = run.read_json(f"{drafter}/export.json")
     if done is not None and done.get("embedding") == run.config.export.embedding:
         return done | _beside(run, drafter, done["boundaries"])
-    if not run.files.exists(f"{drafter}/summary.json"):
-        raise ConfigError(f"no finished drafter at {run.files.url(drafter)}; run ray_jobs.train first")
     boundaries = features.description()["boundaries"]
     ask = ray.remote(num_cpus=1, num_gpus=0.01 if run.config.hardware.device == "cuda" else 0)(ask_layer_ids)
     done = export_with(run, features, drafter, ray.get(ask.remote(run.config, boundaries)))
     return done | _beside(run, drafter, boundaries)
+
+
+def _check_training(run: Run, drafter: str) -> None:
+    """That there is a finished one, and that it ended well: train.on_nonfinite has not always been there."""
+    summary = run.read_json(f"{drafter}/summary.json")
+    if summary is None:
+        raise ConfigError(f"no finished drafter at {run.files.url(drafter)}; run ray_jobs.train first")
+    losses = summary.get("loss", [])
+    if not all(isinstance(loss, (int, float)) and math.isfinite(loss) for loss in losses):
+        raise ExportError(
+            f"the last losses of the drafter at {run.files.url(drafter)} are {losses}: it was trained with "
+            f"train.lr={summary['settings']['train'].get('lr')} to no end; a lower one trains another drafter"
+        )
 
 
 def export_with(run: Run, features: Units, drafter: str, layer_ids: list[int]) -> dict[str, Any]:
@@ -54,7 +67,8 @@ def export_with(run: Run, features: Units, drafter: str, layer_ids: list[int]) -
         export_drafter(run.config, run.files, drafter, layer_ids, folder, run.config.engine.dtype)
         faults = check_folder(folder, run.model)
         if faults:
-            raise ExportError("SGLang would not serve this drafter as it was trained: " + "; ".join(faults))
+            cast = f" (exported in engine.dtype={run.config.engine.dtype})"
+            raise ExportError(f"SGLang would not serve this drafter as it was trained{cast}: " + "; ".join(faults))
         if run.files.exists(f"{drafter}/export.json"):  # of an export with other settings
             run.files.delete(f"{drafter}/export.json")
         for form in FORMATS[1:]:
@@ -85,7 +99,7 @@ def _beside(run: Run, drafter: str, boundaries: list[int]) -> dict[str, str]:
     architectures = target_config(run.folder).get("architectures") or []
     served = {"target": place(config.target.path), "architectures": architectures}
     served["num_steps"] = config.evaluate.num_steps
-    shape = read_config(json.loads(run.files.read(f"{drafter}/weights/config.json")))
+    shape = read_config(run.files.read_json(f"{drafter}/weights/config.json"))
     try:
         made = formats.config_json(shape, boundaries, form, dtype, served)
     except ValueError as error:
@@ -97,7 +111,7 @@ def _beside(run: Run, drafter: str, boundaries: list[int]) -> dict[str, str]:
             formats.write_weights(path, trained_drafter(config, run.files, drafter, dtype), form, dtype, embedding)
             run.files.upload(path, f"{key}/{path.name}")
     if there != made:  # what it says of serving may be of other settings
-        run.write_json(f"{key}/config.json", made)
+        run.files.write(f"{key}/config.json", strict_json.dumps(made, indent=1).encode())
     return {"also": run.files.url(key)}
 
 

@@ -17,7 +17,6 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import ray
@@ -34,6 +33,7 @@ from eagle3_ray.probe import check_norms, probe, probe_sequences
 from eagle3_ray.progress import Progress
 from eagle3_ray.restarts import FAILED_STARTS, RestartingEngine
 from eagle3_ray.run import Run
+from eagle3_ray.secrets import Sealed
 from eagle3_ray.store.cache import node_cache, scratch
 from eagle3_ray.store.commits import Commit, Units
 from eagle3_ray.store.precision import stored
@@ -140,7 +140,7 @@ def _rows(run: Run, corpus: Corpus, todo: list[str]) -> Iterator[dict[str, Any]]
     units = min(UNITS, len(todo) // actors)  # with more, the first actor that is up takes what the others wait for
     dataset = ray.data.from_items([{"unit": unit} for unit in todo], override_num_blocks=len(todo)).map_batches(
         Extractor,
-        fn_constructor_kwargs={"run": run, "corpus": corpus},
+        fn_constructor_kwargs={"run": Sealed(run), "corpus": corpus},
         batch_size=1,
         compute=ray.data.ActorPoolStrategy(
             min_size=min(hardware.min_actors or actors, actors),
@@ -162,7 +162,8 @@ class Extractor:
     """One actor of the pool, called with a unit from several threads at once. They share one engine, which starts with
     the first request and again after it died."""
 
-    def __init__(self, run: Run, corpus: Corpus) -> None:
+    def __init__(self, run: Run | Sealed[Run], corpus: Corpus) -> None:
+        run = run.inside if isinstance(run, Sealed) else run
         self.engine = RestartingEngine(self._start)
         self.staging, _ = own_folder(scratch(run.config.store))
         self.uploads = Uploads(run.config.store, self.staging)
@@ -243,7 +244,7 @@ class Extractor:
         self.uploads.commit(
             self.responses,
             unit,
-            lambda shard: write_responses(shard, good, Path(self.responses.folder).name),
+            lambda shard: write_responses(shard, good, self.responses.fingerprint),
             size,
             samples,
             failed=_failed(prompts, results),
@@ -270,7 +271,7 @@ class Extractor:
         results = self.engine.work(self.features, name, numbers, states, self.capturing, progress)
         good = [(n, result) for n, result in zip(numbers, results, strict=True) if isinstance(result, Features)]
         samples = [commit.samples[n] | {"targets": len(result.last_rows)} for n, result in good]
-        fingerprint, compression = Path(self.features.folder).name, self.run.config.store.compression
+        fingerprint, compression = self.features.fingerprint, self.run.config.store.compression
         failed = _failed([reader.response(n) for n in numbers], results)
         upload = self.uploads.commit(
             self.features,
@@ -315,8 +316,8 @@ def _summary(run: Run, corpus: Corpus, responses: Units, features: Units) -> dic
     samples = [sample for commit in captured for sample in commit.samples]
     failed = [failure for commit in (*answered, *captured) for failure in commit.facts["failed"]]
     return {
-        "responses": Path(responses.folder).name,
-        "features": Path(features.folder).name,
+        "responses": responses.fingerprint,
+        "features": features.fingerprint,
         "boundaries": list(run.spec.boundaries),
         "samples": len(samples),
         "failed": len(failed),

@@ -189,8 +189,9 @@ def _write_unit(
 ) -> list[dict[str, Any]]:
     """Write the unit's samples, numbered from `first` on; returns their rows of the data set."""
     rows = []
-    with whole_shard(units, units.read_commit(unit), cache) as path:
-        reader = ShardReader(path, units.folder.rpartition("/")[2])
+    commit = units.read_commit(unit)
+    with whole_shard(units, commit, cache) as path:
+        reader = ShardReader(path, units.fingerprint, listed=commit.samples)
         for i in range(len(reader)):
             sample = reader.features(i)
             mask = write(sample, first + i)  # [T]

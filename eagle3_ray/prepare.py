@@ -6,18 +6,25 @@ answer (conversations.py), and summary.json, written last: a folder without one 
 
 from __future__ import annotations
 
-import json
+import hashlib
+import re
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from eagle3_ray.capture import TOKENIZER_FILES, fingerprint
+from eagle3_ray import strict_json
+from eagle3_ray.capture import TOKENIZER_FILES
 from eagle3_ray.config import ConfigError, PromptsConfig
 from eagle3_ray.conversations import BadRecord, Conversation, parse, read_records, segments
 from eagle3_ray.run import Run
-from eagle3_ray.store.filesystem import Filesystem
+from eagle3_ray.store.filesystem import Damaged, Filesystem
+from eagle3_ray.strict_json import fingerprint
+
+CHARACTERS = 100  # of a message for each token that a prompt may have; a token has about four, seldom over twenty
+MOST_REASONS, OTHERS = 50, "other reasons"
+_MOST = "prompts.max_prompt_tokens"
 
 
 @dataclass(frozen=True)
@@ -39,8 +46,15 @@ class Corpus:
     summary: dict[str, Any]
 
     def read(self, unit: str) -> list[Prompt]:
-        lines = self.files.read(f"prompts/{self.fingerprint}/units/{unit}.jsonl").split(b"\n")
-        return [Prompt(**json.loads(line)) for line in lines if line]
+        """The prompts of one unit; Damaged where they are not those that were prepared."""
+        key = f"prompts/{self.fingerprint}/units/{unit}.jsonl"
+        data, written = self.files.read(key), self.summary.get("sha256", {}).get(unit)
+        if written not in (None, hashlib.sha256(data).hexdigest()):  # none was kept before 0.2
+            raise Damaged(
+                f"{self.files.url(key)} is not what was prepared; delete "
+                f"{self.files.url(f'prompts/{self.fingerprint}/summary.json')} to prepare the corpus again"
+            )
+        return [Prompt(**strict_json.loads(line)) for line in data.split(b"\n") if line]
 
 
 def prepare(run: Run, prompts: PromptsConfig) -> Corpus:
@@ -85,31 +99,33 @@ def _parsed(record: Any) -> Conversation | str:
 
 def _write(run: Run, prompts: PromptsConfig, key: str, records: list[Conversation | str]) -> dict[str, Any]:
     conversations = dict.fromkeys(record for record in records if not isinstance(record, str))  # each once, in order
-    reasons = Counter(record for record in records if isinstance(record, str))
-    good = list(_tokenised(run, prompts, conversations, reasons))
-    units = range(0, len(good), prompts.unit_size)
-    for i, first in enumerate(units):
-        lines = "".join(json.dumps(asdict(prompt)) + "\n" for prompt in good[first : first + prompts.unit_size])
-        run.files.write(f"prompts/{key}/units/{_unit(i)}.jsonl", lines.encode())
+    bad = [record for record in records if isinstance(record, str)]
+    repeated = len(records) - len(conversations) - len(bad)
+    good = list(_tokenised(run, prompts, conversations, bad))
+    digests = {}
+    for i, first in enumerate(range(0, len(good), prompts.unit_size)):
+        unit = good[first : first + prompts.unit_size]
+        data = "".join(strict_json.dumps(asdict(prompt)) + "\n" for prompt in unit).encode()
+        run.files.write(f"prompts/{key}/units/{_unit(i)}.jsonl", data)
+        digests[_unit(i)] = hashlib.sha256(data).hexdigest()
     return {
         "source": prompts.source,
         "fingerprint": key,
         "records": len(records),
-        "duplicates": len(records) - len(conversations) - sum(isinstance(record, str) for record in records),
+        "duplicates": repeated,
         "prompts": len(good),
         "answers": sum(len(prompt.segments) for prompt in good),
         "domains": dict(sorted(Counter(prompt.domain for prompt in good).items())),
         "prompt_tokens": sum(len(ids) for prompt in good for ids in prompt.segments),
-        "bad": sum(reasons.values()),
-        "reasons": dict(reasons.most_common()),
-        "units": len(units),
+        "bad": len(bad),
+        "reasons": _counted(bad),
+        "units": len(digests),
+        "sha256": digests,
     }
 
 
-def _tokenised(
-    run: Run, prompts: PromptsConfig, records: Iterable[Conversation], reasons: Counter[str]
-) -> Iterator[Prompt]:
-    """The conversations as ids; why one cannot be is counted in `reasons`."""
+def _tokenised(run: Run, prompts: PromptsConfig, records: Iterable[Conversation], bad: list[str]) -> Iterator[Prompt]:
+    """The conversations as ids; the reason why one cannot be is added to `bad`."""
     import transformers
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(
@@ -118,17 +134,46 @@ def _tokenised(
     if not tokenizer.chat_template:
         raise ConfigError(f"target.path: the tokenizer in {run.folder} has no chat template")
     seen: set[str] = set()
+    most = prompts.max_prompt_tokens
     for record in records:
         try:
+            if any(len(text) > CHARACTERS * most for _, text in record.messages):  # a tokenizer would take gigabytes
+                raise BadRecord(f"a message of more than {CHARACTERS} characters a token of {_MOST}={most}")
             ids = segments(record, tokenizer, run.target["chat_template_kwargs"])
-            if len(ids[0]) > prompts.max_prompt_tokens:
-                raise BadRecord(f"a prompt of more than prompts.max_prompt_tokens={prompts.max_prompt_tokens} tokens")
+            if len(ids[0]) > most:
+                raise BadRecord(f"a prompt of more than {_MOST}={most} tokens")
+            if not ids[0]:
+                raise BadRecord("a prompt of no tokens")
         except BadRecord as error:
-            reasons[str(error)] += 1
+            bad.append(str(error))
             continue
-        name = record.id if record.id not in seen else f"{record.id}-{fingerprint({'messages': record.messages})}"
+        name = _free(record, seen)
         seen.add(name)
         yield Prompt(name, record.domain, ids)
+
+
+def _free(record: Conversation, taken: set[str]) -> str:
+    """An id that no other conversation has: two of one id would be one sample."""
+    name = record.id
+    if name in taken:
+        name = f"{record.id}-{fingerprint({'messages': record.messages})}"
+    while name in taken:  # the same messages in another domain
+        name = f"{record.id}-{fingerprint({'messages': record.messages, 'domain': record.domain, 'not': name})}"
+    return name
+
+
+def _counted(reasons: Iterable[str]) -> dict[str, int]:
+    """How many there are of each, the most first. Those that differ in digits alone (lines, positions) are told as the
+    first of them, and those of too many kinds together."""
+    first: dict[str, str] = {}
+    counts: Counter[str] = Counter()
+    for reason in reasons:
+        kind = re.sub(r"\d+", "0", reason)
+        if kind not in first and len(first) == MOST_REASONS:
+            counts[OTHERS] += 1
+        else:
+            counts[first.setdefault(kind, reason)] += 1
+    return dict(counts.most_common())
 
 
 def _unit(i: int) -> str:

@@ -43,11 +43,15 @@ def probe(run: Run, engine: TargetEngine, sequences: list[list[int]]) -> dict[st
     captured = [engine.capture([ids])[0] for ids in sequences]
     states = [torch.cat(parts).float() for parts in zip(*(_states(run, one) for one in captured), strict=True)]
     names = [*(f"boundary {k}" for k in run.spec.boundaries), "last hidden"]
+    norms = [state.norm(dim=-1) for state in states]
+    for name, state, rows in zip(names, states, norms, strict=True):
+        broken = int((~rows.isfinite()).sum())
+        if broken:
+            raise ProbeError(f"{name}: {broken} of {len(rows)} rows of the corpus's first prompts {_not_finite(state)}")
     reference: dict[str, Any] = {"reference": None}
     if run.config.engine.name != "transformers":
         reference = _against_transformers(run, sequences, states, names) or {}
         reference = reference or _against_head(run, engine, sequences, states)
-    norms = [state.norm(dim=-1) for state in states]
     return {
         **reference,
         "rows": len(states[0]),
@@ -67,12 +71,17 @@ def check_norms(run: Run, captured: Captured, norms: dict[str, list[float]]) -> 
     for state, (name, (low, _, high)) in zip(_states(run, captured), norms.items(), strict=True):
         rows = state.float().norm(dim=-1)  # [T]
         if not rows.isfinite().all():
-            raise RequestError(f"{name}: the states are not finite")
+            raise RequestError(f"{name}: the states {_not_finite(state)}")
         if not rows.all():
             raise RequestError(f"{name}: a row is all zeros")
         middle = float(rows.median())
         if not low / NORM_FACTOR <= middle <= high * NORM_FACTOR:
             raise RequestError(f"{name}: the median norm {middle:.4g} is far from the probe's {low} to {high}")
+
+
+def _not_finite(state: Tensor) -> str:
+    """Why a row's norm is not finite: float32 holds no square of a value above 1.8e19, which no target has."""
+    return "are so large that their squares are not finite" if state.isfinite().all() else "are not finite"
 
 
 def _states(run: Run, captured: Captured) -> list[Tensor]:
@@ -91,7 +100,7 @@ def _against_transformers(
     for name, state, asked in zip(names, states, [*run.spec.boundaries, layers], strict=True):
         distances = [_error(state, other) for other in found]
         nearest = min(range(len(found)), key=distances.__getitem__)
-        if nearest != asked or distances[asked] > limit:
+        if nearest != asked or not distances[asked] <= limit:  # so that NaN is refused, here and below
             back = f"boundary {nearest}" if nearest < layers else "last hidden"
             raise ProbeError(
                 f"{name} was asked for, {back} came back: its relative error against Transformers is "
@@ -130,7 +139,7 @@ def _reference_states(run: Run, sequences: list[list[int]]) -> list[Tensor] | No
 
 def _error(some: Tensor, other: Tensor) -> float:
     """Relative error of [N, H] rows, mean over them."""
-    return float(((some - other).norm(dim=-1) / other.norm(dim=-1)).mean())
+    return float(((some - other).norm(dim=-1) / other.norm(dim=-1).clamp(min=1e-20)).mean())
 
 
 def _against_head(run: Run, engine: TargetEngine, sequences: list[list[int]], states: list[Tensor]) -> dict[str, Any]:
@@ -145,7 +154,7 @@ def _against_head(run: Run, engine: TargetEngine, sequences: list[list[int]], st
     same = float((logits.argmax(dim=-1) == tokens).float().mean())
     mine = logits.gather(1, tokens[:, None]).flatten() - totals
     error = float((mine - logprobs).abs().median())
-    if same < SAME_TOKEN or error > LOGPROB_ERROR[run.config.engine.dtype]:
+    if same < SAME_TOKEN or not error <= LOGPROB_ERROR[run.config.engine.dtype]:
         raise ProbeError(
             f"last hidden: output head x state gives the engine's likeliest token on {same:.0%} of {len(tokens)} rows, "
             f"and its log-probability within {error:.2g} (median); what came back is not what the target answers from"

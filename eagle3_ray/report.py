@@ -12,12 +12,14 @@ from typing import Any
 
 import jinja2
 
+from eagle3_ray import strict_json
 from eagle3_ray.acceptance import LOOPING, SPEED
 from eagle3_ray.leftovers import temporary_folder
 from eagle3_ray.prepare import Corpus
 from eagle3_ray.run import Run
 from eagle3_ray.secrets import masked
 from eagle3_ray.store.commits import Units
+from eagle3_ray.store.filesystem import below
 
 # What the evaluation says, as it says it
 MEASURED = ["accept_length", "accept_length_ci95", "accept_length_by_step", "tokens_per_verify_step", "verify_steps"]
@@ -62,7 +64,8 @@ def summarise(
         "versions": {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}},
     }
     run.write_json(f"{folder}/summary.json", summary)
-    run.write_json(f"{folder}/config.json", masked(asdict(run.config)))
+    config = strict_json.dumps(masked(asdict(run.config)), indent=1)  # not sealed: it may be read as settings
+    run.files.write(f"{folder}/config.json", config.encode())
     return summary
 
 
@@ -87,7 +90,7 @@ def training_curves(run: Run, drafter: str) -> dict[str, list[tuple[int, float]]
     curves: dict[str, list[tuple[int, float]]] = {}
     with temporary_folder() as scratch:
         for key in run.files.list(f"{drafter}/tensorboard"):
-            local = scratch / key
+            local = below(scratch, key)
             run.files.download(key, local)
             events = EventAccumulator(str(local), size_guidance={"scalars": 0}).Reload()
             for name in events.Tags()["scalars"]:

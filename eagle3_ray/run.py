@@ -15,7 +15,6 @@ from eagle3_ray.capture import (
     describe_target,
     engine_args,
     engine_version,
-    fingerprint,
     model_value,
     response_description,
     target_config,
@@ -23,26 +22,22 @@ from eagle3_ray.capture import (
     text_config,
 )
 from eagle3_ray.config import (
-    COMPRESSIONS,
-    DTYPES,
-    ENGINES,
-    INITIAL_FC,
-    INITIAL_LM_HEAD,
-    LOSSES,
     PLACEMENT,
-    STORED_DTYPES,
-    VOCABULARIES,
     CaptureConfig,
     Config,
     ConfigError,
     HardwareConfig,
+    StoreConfig,
+    check,
     check_drafter,
     check_export,
     draftings,
     suites,
 )
+from eagle3_ray.secrets import Secret, clean, is_secret, known, marked
 from eagle3_ray.store.commits import Units
 from eagle3_ray.store.filesystem import TEMPORARY, Filesystem, StoreError
+from eagle3_ray.strict_json import fingerprint
 
 CARD = "README.md"
 
@@ -90,12 +85,13 @@ class Run:
     def read_json(self, key: str) -> dict[str, Any] | None:
         """A JSON object of the store, or None where there is none."""
         try:
-            return json.loads(self.files.read(key))
+            return self.files.read_json(key)
         except FileNotFoundError:
             return None
 
     def write_json(self, key: str, value: dict[str, Any]) -> None:
-        self.files.write(key, json.dumps(value, indent=1).encode())
+        """Put an object into the store, without the secrets that may be in it."""
+        self.files.write_json(key, clean(value))
 
 
 def named_features(config: Config, files: Filesystem) -> tuple[Units, dict[str, Any]]:
@@ -205,6 +201,7 @@ def _digests(files: Filesystem, folder: str) -> dict[str, str]:
 
 def open_run(config: Config) -> Run:
     """Check the configuration and open what it names. ConfigError says which setting cannot work, and its value."""
+    _mark_secrets(config)
     check_values(config)
     try:
         files = Filesystem(config.store.root, config.store.storage_options, config.store.exclusive_create)
@@ -255,6 +252,22 @@ def open_run(config: Config) -> Run:
     return Run(config, files, model, target, spec)
 
 
+def _mark_secrets(config: Config) -> None:
+    """Of the settings that name no values of their own: what is a secret is hidden wherever they are shown."""
+    secrets = known(config.store.storage_options)
+    hardware = config.hardware
+    for group, name in [(config.target, "args"), (config.engine, "args"), (hardware, "env"), (hardware, "args")] + [
+        (hardware, f"{purpose}_args") for purpose in ("capture", "serve")
+    ]:
+        setattr(group, name, marked(getattr(group, name), secrets))
+    for name, value in hardware.env.items():
+        if hardware.nodes_per_engine > 1 and (isinstance(value, Secret) or is_secret(name)):
+            raise ConfigError(
+                f"hardware.env.{name}: the Ray job of an engine with hardware.nodes_per_engine="
+                f"{hardware.nodes_per_engine} would show it; a secret goes into the environment of `ray start`"
+            )
+
+
 def _check_format(config: Config, model: dict[str, Any], boundaries: list[int]) -> None:
     """ConfigError unless export.format can be exact for the drafter of these settings."""
     from eagle3_ray.drafter.formats import refusals
@@ -275,54 +288,10 @@ def _check_format(config: Config, model: dict[str, Any], boundaries: list[int]) 
 
 def check_values(config: Config) -> None:
     """What can be told from the values alone."""
-    choices = {
-        "engine.name": (config.engine.name, ENGINES),
-        "engine.dtype": (config.engine.dtype, DTYPES),
-        "capture.dtype": (config.capture.dtype, STORED_DTYPES),
-        "store.compression": (config.store.compression, COMPRESSIONS),
-        "train.dtype": (config.train.dtype, DTYPES),
-        "train.loss": (config.train.loss, LOSSES),
-        "evaluate.dtype": (config.evaluate.dtype or config.engine.dtype, DTYPES),
-        "hardware.device": (config.hardware.device, ("cuda", "cpu")),
-        "drafter.vocabulary": (config.drafter.vocabulary, VOCABULARIES),
-        "drafter.initial_fc": (config.drafter.initial_fc, INITIAL_FC),
-        "drafter.initial_lm_head": (config.drafter.initial_lm_head, INITIAL_LM_HEAD),
-    }
-    for name, (value, allowed) in choices.items():
-        if value not in allowed:
-            raise ConfigError(f"{name}: {value!r} is none of {', '.join(allowed)}")
-    at_least = {
-        "prompts.unit_size": (config.prompts.unit_size, 1),
-        "prompts.max_prompt_tokens": (config.prompts.max_prompt_tokens, 1),
-        "sampling.max_new_tokens": (config.sampling.max_new_tokens, 1),
-        "sampling.temperature": (config.sampling.temperature, 0),
-        "hardware.num_actors": (config.hardware.num_actors, 1),
-        "hardware.min_actors": (config.hardware.min_actors or 1, 1),
-        "hardware.nodes_per_engine": (config.hardware.nodes_per_engine, 1),
-        "hardware.max_inflight": (config.hardware.max_inflight, 1),
-        "hardware.capture_bytes": (config.hardware.capture_bytes, 1),
-        "store.shard_bytes": (config.store.shard_bytes, 1),
-        "store.uploaders": (config.store.uploaders, 1),
-        "store.staging_bytes": (config.store.staging_bytes, 1),
-        "store.cache_bytes": (config.store.cache_bytes, config.store.shard_bytes),
-        "drafter.draft_vocab_size": (config.drafter.draft_vocab_size, 1),
-        "train.steps": (config.train.steps, 0),
-        "train.batch_size": (config.train.batch_size, 1),
-        "train.heldout": (config.train.heldout, 1 if config.drafter.start_from else 0),  # on which a start is measured
-        "train.ttt_steps": (config.train.ttt_steps, 1),
-        "train.max_length": (config.train.max_length, 3),  # a slot needs three tokens
-        "evaluate.batch_size": (config.evaluate.batch_size, 1),
-        "verify.samples": (config.verify.samples, 0),
-        "verify.max_tokens": (config.verify.max_tokens, 3),
-        "hardware.tp_size": (config.hardware.tp_size, 1),
-        "train.num_workers": (config.train.num_workers, 1),
-        "train.checkpoint_every": (config.train.checkpoint_every, 1),
-        "evaluate.max_new_tokens": (config.evaluate.max_new_tokens, 1),
-        "evaluate.temperature": (config.evaluate.temperature, 0),
-    }
-    for name, (number, least) in at_least.items():
-        if number < least:
-            raise ConfigError(f"{name}: {number} is less than {least}")
+    check(config)
+    check_cache(config.store)
+    if config.drafter.start_from and not config.train.heldout:
+        raise ConfigError("train.heldout: 0 is less than 1, and on held-out samples drafter.start_from is measured")
     _check_gpus(config.hardware)
     if (config.drafter.vocabulary == "start") != bool(config.drafter.start_from):
         raise ConfigError(
@@ -347,11 +316,13 @@ def check_values(config: Config) -> None:
         raise ConfigError(
             f"features.folder: {config.features.folder!r} with features.path={config.features.path!r}; one of the two"
         )
-    if not 0 <= config.prompts.max_bad_share <= 1:
-        raise ConfigError(f"prompts.max_bad_share: {config.prompts.max_bad_share} is not between 0 and 1")
-    if not 0 < config.train.step_decay <= 1:
-        raise ConfigError(f"train.step_decay: {config.train.step_decay} is not above 0 and at most 1")
     _check_evaluate(config)
+
+
+def check_cache(store: StoreConfig) -> None:
+    """ConfigError unless the node's cache holds a shard."""
+    if store.cache_bytes < store.shard_bytes:
+        raise ConfigError(f"store.cache_bytes: {store.cache_bytes} is less than {store.shard_bytes}, store.shard_bytes")
 
 
 def _check_tensor_parallel(config: Config, model: dict[str, Any]) -> None:

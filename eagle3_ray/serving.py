@@ -15,7 +15,7 @@ from eagle3_ray.drafter.shape import MLA
 from eagle3_ray.engines.sglang import SGLangEngine
 from eagle3_ray.leftovers import temporary_folder
 from eagle3_ray.run import Run
-from eagle3_ray.store.filesystem import Filesystem
+from eagle3_ray.store.filesystem import Filesystem, below
 
 
 @contextlib.contextmanager
@@ -74,5 +74,5 @@ def served_folder(run: Run, drafter: str, scratch: Path) -> Path:
     if files.local:
         return Path(files.url(key))
     for name in files.list(key):
-        files.download(name, scratch / name)
+        files.download(name, below(scratch, name))
     return scratch / key

@@ -17,7 +17,7 @@ from typing import Any
 import ray
 
 from eagle3_ray.alignment import UNKNOWN, judge
-from eagle3_ray.capture import deciding_args, engine_version, fingerprint
+from eagle3_ray.capture import deciding_args, engine_version
 from eagle3_ray.config import ConfigError, draftings
 from eagle3_ray.engines.base import EngineError, RequestError
 from eagle3_ray.engines.sglang import SGLangEngine
@@ -30,6 +30,7 @@ from eagle3_ray.proof import choose, drafter_faults, measure, trained_drafter
 from eagle3_ray.run import Run, exported
 from eagle3_ray.serving import served_folder, serving
 from eagle3_ray.store.commits import Units
+from eagle3_ray.strict_json import fingerprint, without_nan
 
 
 def verify(run: Run, corpus: Corpus, features: Units, drafter: str, anew: bool = False) -> dict[str, Any]:
@@ -58,7 +59,7 @@ def verify(run: Run, corpus: Corpus, features: Units, drafter: str, anew: bool =
         found = ray.get(ray.remote(**takes, max_retries=1)(identify).remote(run, [taken], description["boundaries"]))
         measured = {**measured, "identified": found["causes"][0] if found["causes"] else None}
         causes = judge(measured)
-    summary = {"verdict": "misaligned" if causes else "aligned", "causes": causes, **measured}
+    summary = without_nan({"verdict": "misaligned" if causes else "aligned", "causes": causes, **measured})
     run.write_json(f"{key}/summary.json", summary)
     return summary
 
@@ -82,7 +83,7 @@ def elsewhere(run: Run) -> dict[str, Any]:
         **deciding_args(config, "capture"),
     }
     key = f"verifications/{fingerprint(decides)}/summary.json"
-    summary = found | {"features_path": config.features.path, "summary_path": run.files.url(key)}
+    summary = without_nan(found | {"features_path": config.features.path, "summary_path": run.files.url(key)})
     run.write_json(key, summary)
     return summary
 
@@ -103,7 +104,7 @@ def _kept(run: Run, key: str) -> dict[str, Any] | None:
 
 def _watch(run: Run, corpus: Corpus, features: Units, drafter: str, engine: SGLangEngine, folder: Path) -> None:
     measured = measure(run, corpus, features, drafter, engine, folder)
-    run.write_json(f"{verification_key(run, features, drafter)}/measured.json", measured)
+    run.write_json(f"{verification_key(run, features, drafter)}/measured.json", without_nan(measured))
 
 
 def _alone(run: Run, corpus: Corpus, features: Units, drafter: str) -> dict[str, Any]:

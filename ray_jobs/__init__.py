@@ -25,8 +25,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from eagle3_ray.config import Config, ConfigError, StoreCommand
+from eagle3_ray.printed import without_secrets
 from eagle3_ray.run import Run, open_run
-from eagle3_ray.secrets import clean
 
 ROOT = Path(__file__).resolve().parent.parent
 ConfigStore.instance().store(name="schema", node=Config)  # conf/config.yaml builds on it
@@ -48,18 +48,20 @@ def command(config: str, function: Callable[[DictConfig], Any]) -> None:
     def main(composed: DictConfig) -> None:
         nonlocal composed_well
         composed_well = True
+        learn(OmegaConf.to_container(composed))
         try:
             with interrupts.interruptible():
                 function(composed)
         except (ConfigError, OmegaConfBaseException) as error:
-            print(f"error: {clean(str(error), {})}", file=sys.stderr, flush=True)
+            print(f"error: {error}", file=sys.stderr, flush=True)
             sys.exit(2)
 
-    try:
-        with interrupts.interruptible():
-            main()
-    except SystemExit as end:  # of a faulty command line Hydra says what is wrong and exits with 1
-        sys.exit(2 if end.code == 1 and not composed_well else end.code)
+    with without_secrets(sys.argv[1:]) as learn:
+        try:
+            with interrupts.interruptible():
+                main()
+        except SystemExit as end:  # of a faulty command line Hydra says what is wrong and exits with 1
+            sys.exit(2 if end.code == 1 and not composed_well else end.code)
 
 
 def typed(composed: DictConfig) -> Config:

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
-from eagle3_ray.config import LAYOUTS, STORED_DTYPES, ConfigError, StoreCommand
+from eagle3_ray.config import LAYOUTS, ConfigError, StoreCommand, check
+from eagle3_ray.run import check_cache
 from eagle3_ray.store.cache import node_cache, scratch
 from eagle3_ray.store.filesystem import Filesystem, StoreError
 from eagle3_ray.store.overview import Folder, details, find, readable, table
@@ -40,8 +41,6 @@ def verify(job: StoreCommand, files: Filesystem) -> None:
 def gc(job: StoreCommand, files: Filesystem) -> None:
     from eagle3_ray.store.garbage import garbage, remove
 
-    if job.older_than_hours < 0:
-        raise ConfigError(f"older_than_hours: {job.older_than_hours} is less than 0")
     before = time.time() - job.older_than_hours * 3600
     folder = find(files, job.fingerprint)[0].name if job.fingerprint else None
     found = garbage(files, before, folder)
@@ -65,8 +64,8 @@ def copy(job: StoreCommand, files: Filesystem) -> None:
 
 
 def export(job: StoreCommand, files: Filesystem) -> None:
-    if job.layout not in LAYOUTS:
-        raise ConfigError(f"layout: {job.layout!r} is none of {', '.join(LAYOUTS)}")
+    if job.layout is None:
+        raise ConfigError(f"layout: action=export needs one of {', '.join(LAYOUTS)}")
     if job.to is None or not Path(job.to).expanduser().is_absolute():
         raise ConfigError(f"to: an absolute path of a local folder, seen {job.to!r}")
     from eagle3_ray.layouts import export_features
@@ -82,8 +81,6 @@ def transcode(job: StoreCommand, files: Filesystem) -> None:
 
     source = _features(job, files).units
     dtype = job.dtype or source.description()["dtype"]
-    if dtype not in STORED_DTYPES:
-        raise ConfigError(f"dtype: {dtype!r} is none of {', '.join(STORED_DTYPES)}")
     root = _other_root(job, files) if job.to else files
     if dtype == source.description()["dtype"] and root is files:
         raise ConfigError(f"to: features in {dtype} stay in their folder; name another store's root")
@@ -107,8 +104,8 @@ ACTIONS: dict[str, tuple[Callable[[StoreCommand, Filesystem], None], tuple[str, 
 def main(composed: DictConfig) -> None:
     job = OmegaConf.to_object(composed)
     assert isinstance(job, StoreCommand)
-    if job.action not in ACTIONS:
-        raise ConfigError(f"action: {job.action!r} is none of {', '.join(ACTIONS)}")
+    check(job)
+    check_cache(job.store)
     action, takes = ACTIONS[job.action]
     for setting in fields(job):
         default = setting.default if setting.default is not MISSING else {}

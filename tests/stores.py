@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from eagle3_ray.capture import fingerprint
 from eagle3_ray.store.commits import Units
 from eagle3_ray.store.filesystem import Filesystem
 from eagle3_ray.store.shards import Features, Response, target_rows, write_features, write_responses
+from eagle3_ray.strict_json import fingerprint
 
 HIDDEN = 8
 TARGET = {"weights": {"model.safetensors": "ab" * 32}, "files": {}, "chat_template_kwargs": {}}
@@ -64,6 +65,21 @@ def fill(
         captured = [listed | {"targets": len(f.last_rows)} for f, listed in zip(made, index, strict=True)]
         features.commit(f"{number:06d}-0000", shard, captured, failed=[], engine={})
     return responses, features
+
+
+def listed(samples: Sequence[Features | Response], domain: str | None = None) -> list[dict[str, Any]]:
+    """The index that a commit has of these samples."""
+    return [
+        {
+            "id": s.id,
+            "domain": getattr(s, "domain", domain),
+            "tokens": len(s.input_ids),
+            "generated": int(s.loss_mask.sum()),
+            "finish_reasons": getattr(s, "finish_reasons", ["stop"]),
+        }
+        | ({"targets": len(s.last_rows)} if isinstance(s, Features) else {})
+        for s in samples
+    ]
 
 
 def sample(name: str, tokens: int, norm: torch.Tensor | None = None) -> Features:

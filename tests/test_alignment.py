@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from math import nan
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from eagle3_ray.alignment import judge, matrix, relative_errors, shifted, spread
+from eagle3_ray.strict_json import without_nan
 
 CLEAN: dict[str, Any] = {
     "samples": 4,
@@ -127,6 +129,9 @@ def test_every_cause_is_named_and_no_other(changes: dict[str, Any], words: str) 
     causes = judge(changed(**changes))
     assert len(causes) == 1
     assert words in causes[0]
+    assert (
+        judge(json.loads(json.dumps(without_nan(changed(**changes)), allow_nan=False))) == causes
+    )  # as the store keeps it
 
 
 def test_noise_that_was_measured_is_forgiven_three_times_over() -> None:

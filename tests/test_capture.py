@@ -16,12 +16,12 @@ from eagle3_ray.capture import (
     check_boundaries,
     describe_target,
     engine_args,
-    fingerprint,
     target_config,
 )
 from eagle3_ray.config import ConfigError
 from eagle3_ray.engines.sglang import ask_layer_ids, engine_environment
 from eagle3_ray.run import check_values, open_run
+from eagle3_ray.strict_json import fingerprint
 
 
 @pytest.mark.parametrize(
@@ -107,6 +107,7 @@ from sglang.srt.models.registry import ModelRegistry
 from sglang.srt.utils.hf_transformers_utils import get_config
 from eagle3_ray.capture import layers_to_capture, sglang_layer_ids
 from eagle3_ray.config import ConfigError
+from eagle3_ray.strict_json import fingerprint
 
 def ids(target, boundaries):
     try:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from conftest import compose
 from safetensors.torch import load_file, save_file
-from test_train import DESCRIPTION, TARGET, V, pieces, sample, stage
+from test_train import DESCRIPTION, FEATURES, TARGET, V, pieces, sample, stage
 
 from eagle3_ray.capture import CaptureSpec
 from eagle3_ray.card import launch_command, publish_card
@@ -23,10 +23,10 @@ from eagle3_ray.drafter.target import initialise
 from eagle3_ray.export import ExportError, export, export_with
 from eagle3_ray.run import Run
 from eagle3_ray.store.commits import Units
+from eagle3_ray.store.filesystem import Damaged
 from eagle3_ray.train.loop import Training
+from eagle3_ray.train.nonfinite import NonFiniteError
 from eagle3_ray.train.start import frozen_start
-
-ABOUT = DESCRIPTION | {"engine": "sglang", "engine_version": "0.5.23", "engine_dtype": "float32"}
 
 
 def trained(root: Path) -> tuple[Run, Units, dict[str, Any]]:
@@ -34,8 +34,8 @@ def trained(root: Path) -> tuple[Run, Units, dict[str, Any]]:
     config, features = stage(root, heldout=5)
     config.engine.version, config.engine.dtype, config.hardware.device = "0.5.23", "float32", "cpu"
     config.prompts.source, config.drafter.draft_vocab_size = str(root / "prompts.jsonl"), 12
-    features.describe(ABOUT)
-    start = frozen_start(config, features, ABOUT, "d")
+    features.describe(DESCRIPTION)
+    start = frozen_start(config, features, DESCRIPTION, "d")
     drafter = Drafter(read_config(start["drafter"]), torch.tensor(start["draft_ids"]))
     initialise(drafter, pieces(), seed=0)
     training = Training(config.train, drafter, pieces().head, torch.device("cpu"))
@@ -87,7 +87,7 @@ def test_the_card_tells_what_the_store_holds(tmp_path: Path):
         "`LlamaForCausalLMEagle3`, 1 layer, hidden size 16",
         f"12 of {V} tokens",
         "30, 12,345 tokens, 6,789 of them the target's answers",
-        "| capture fingerprint | `ff` |",
+        f"| capture fingerprint | `{FEATURES}` |",
         "| boundaries | 2, 4, 6 (",
         "| layer ids | 1, 3, 5, as",
         "| captured by | sglang 0.5.23, float32 |",
@@ -150,6 +150,48 @@ def test_what_sglang_would_take_otherwise_is_not_uploaded(tmp_path: Path):
     with pytest.raises(ExportError, match=f"vocab_size is {V}, the target's {V + 1}"):
         export_with(run, features, "d", [1, 3, 5])
     assert not run.files.exists("d/export.json") and not run.files.list("d/export")
+
+
+def test_weights_that_are_not_finite_are_refused_by_name(tmp_path: Path):
+    """Trained so, or so for the dtype of the export alone."""
+    run, features, _ = trained(tmp_path)
+    place = tmp_path / "store" / "d" / "weights" / "model.safetensors"
+    weights = load_file(place)
+
+    def refusal(value: float, dtype: str) -> str:
+        changed = {name: tensor.clone() for name, tensor in weights.items()}
+        changed["fc.weight"][0, 0] = changed["lm_head.weight"][1, 1] = value
+        save_file(changed, place)
+        run.config.engine.dtype = dtype
+        with pytest.raises((ExportError, NonFiniteError)) as refused:
+            export_with(run, features, "d", [1, 3, 5])
+        assert not run.files.exists("d/export.json") and not run.files.list("d/export")
+        return str(refused.value)
+
+    assert "2 of 15 tensors" in (said := refusal(float("nan"), "float32"))
+    assert "are not finite: " in said and "fc.weight" in said and "lm_head.weight" in said
+    said = refusal(3.4e38, "bfloat16")  # float32 holds it
+    assert "exported in engine.dtype=bfloat16" in said and "(with 1 more) holds values that are not finite" in said
+
+
+@pytest.mark.parametrize(
+    ("losses", "refused", "words"),
+    [
+        ("[null]", ExportError, r"the last losses of the drafter at .*/d are .* train.lr=1e\+30"),
+        ("[NaN, 2.0]", Damaged, "d/summary.json is not what was written: NaN is no JSON"),
+        ("[Infinity]", Damaged, "d/summary.json is not what was written: Infinity is no JSON"),
+    ],
+)
+def test_a_training_that_ended_in_no_loss_is_not_exported(
+    tmp_path: Path, losses: str, refused: type[Exception], words: str
+):
+    run, features, summary = trained(tmp_path)
+    whole = export_with(run, features, "d", [1, 3, 5])
+    assert export(run, features, "d") == whole
+    text = json.dumps({**summary, "settings": {"train": {"lr": 1e30}}}).removesuffix("}") + f', "loss": {losses}}}'
+    run.files.write("d/summary.json", text.encode())  # as a training before train.on_nonfinite left it
+    with pytest.raises(refused, match=words):
+        export(run, features, "d")
 
 
 # ---------------------------------------------------------------- the launch command

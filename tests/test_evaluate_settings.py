@@ -14,7 +14,6 @@ import torch
 from conftest import ROOT, compose
 
 from eagle3_ray import evaluate as evaluation
-from eagle3_ray.capture import fingerprint
 from eagle3_ray.config import (
     ConfigError,
     DrafterConfig,
@@ -32,6 +31,7 @@ from eagle3_ray.drafter.shape import drafter_config
 from eagle3_ray.engines.base import Response
 from eagle3_ray.evaluate import SETTINGS, heldout
 from eagle3_ray.run import Run, check_values, open_run
+from eagle3_ray.strict_json import fingerprint
 
 
 def test_the_demo_serves_in_the_precision_that_it_captures() -> None:
@@ -111,8 +111,9 @@ def test_what_sglang_or_the_walk_cannot_do_is_refused_before_any_engine_starts()
     told = refusal(baseline=False)  # of the demo, which simulates
     assert told.endswith("not with evaluate.baseline=False; evaluate.simulate=false leaves it out")
     assert refusal(sweep=[[3, 2, 8]], source=None).startswith("evaluate.source: None with evaluate.suites=[]")
-    several = {"a": SuiteConfig("a.jsonl"), "b": SuiteConfig("b.jsonl", max_new_tokens=0)}
+    several = {"a": SuiteConfig("a.jsonl"), "b": SuiteConfig("b.jsonl")}
     assert refusal(suites=several).startswith(f"evaluate.source: {config.evaluate.source!r} with evaluate.suites=['a',")
+    several["b"] = SuiteConfig("b.jsonl", max_new_tokens=0)
     assert refusal(source=None, suites=several) == "evaluate.suites.b.max_new_tokens: 0 is less than 1"
     tree = dataclasses.replace(config.evaluate, simulate=True, num_steps=3, topk=2, num_draft_tokens=8)
     check_values(dataclasses.replace(config, evaluate=tree))  # trees are walked too

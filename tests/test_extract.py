@@ -224,7 +224,7 @@ def test_an_engine_that_dies_costs_what_was_in_flight(line, monkeypatch) -> None
     assert row["engine_starts"] == [2]
     assert row["samples"] == [2]
     assert len(prompts) == 4 and prompts[2] == prompts[3]  # asked again; the two turns before it are kept
-    (crash,) = (json.loads(path.read_text()) for path in Path(run.files.root).rglob("attempts/*/*"))
+    (crash,) = (run.files.read_json(key) for key in run.files.list("") if "/attempts/" in key)
     assert crash == {"samples": [1], "error": "gone"}
 
 
@@ -383,14 +383,14 @@ def test_an_engine_that_captures_other_layers_is_refused(line, monkeypatch) -> N
 def simulate(run: Run, units: int, samples: int = 3) -> Corpus:
     """The commits of a corpus of so many units, all answered and captured; there are no shards."""
     corpus = Corpus(run.files, f"simulated{units}", [f"{i:06d}" for i in range(units)], {"prompts": units * samples})
-    index = [{"id": f"p{i}", "domain": "d", "tokens": 10, "generated": 5, "finish_reasons": ["stop"]} for i in range(3)]
+    index = {"domain": "d", "tokens": 10, "generated": 5, "finish_reasons": ["stop"]}
     kinds = ((run.responses(corpus.fingerprint), {}), (run.features(corpus.fingerprint), {"targets": 4}))
     for (found, _), targets in kinds:
         for unit in corpus.units:
             name = f"{unit}-0000" if targets else unit
             facts = {"failed": [], "engine": {"engine": "simulated"}}
-            commit = Commit(name, "none", 1, "none", [sample | targets for sample in index], facts)
-            found.files.create(f"{found.folder}/commits/{name}.json", json.dumps(dataclasses.asdict(commit)).encode())
+            of = [{"id": f"{unit}-{i}", **index, **targets} for i in range(samples)]
+            found.create(Commit(name, f"{found.folder}/shards/{name}.{0:012x}.safetensors", 1, "0" * 64, of, facts))
     return corpus
 
 

@@ -58,6 +58,17 @@ def cast(tensors: dict[str, Tensor]) -> None:
     tensors["fc.weight"] = tensors["fc.weight"].half()
 
 
+def broken(*names: str) -> Callable[[dict[str, Tensor]], None]:
+    """One infinity in the middle of each tensor, and its opposite where there is room."""
+
+    def edit(tensors: dict[str, Tensor]) -> None:
+        for name in names:
+            flat = tensors[name].flatten()
+            flat[len(flat) // 2], flat[0] = torch.inf, -torch.inf
+
+    return edit
+
+
 def renamed(old: str, new: str) -> Callable[[dict[str, Tensor]], None]:
     return lambda tensors: tensors.update({new: tensors.pop(old)})
 
@@ -290,6 +301,18 @@ FAULTS: dict[str, tuple[str, dict[str, Any], Callable[[dict[str, Tensor]], None]
         {"dtype": "float16"},
         as_it_is,
         ["embed_tokens.weight (and 13 more) is float32, but config.json's dtype is 'float16'"],
+    ),
+    "a value that is not finite": (
+        "plain",
+        {},
+        broken("fc.weight"),
+        ["model.safetensors: fc.weight holds values that are not finite; SGLang would draft from them"],
+    ),
+    "several such, and an infinity and its opposite": (
+        "two layers",
+        {},
+        broken("fc.weight", "lm_head.weight", "norm.weight"),
+        [" (with 2 more) holds values that are not finite"],
     ),
     "RoPE by the older key, beside the newer": (
         "plain",

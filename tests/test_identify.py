@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -329,8 +328,9 @@ def test_what_was_measured_of_a_dump_is_kept_in_the_store(
     for samples, wanted in ((1, 0.0), (2, 0.1)):
         given = {"features": FeaturesConfig(path=f"{tmp_path}/dump"), "verify": VerifyConfig(samples)}
         summary = elsewhere(dataclasses.replace(exact, config=dataclasses.replace(exact.config, **given)))
-        kept = json.loads(Path(summary["summary_path"]).read_text())
-        assert kept == summary and summary["summary_path"].startswith(exact.files.url("verifications/"))
+        assert summary["summary_path"].startswith(f"{exact.files.url('verifications')}/")
+        kept = exact.files.read_json(summary["summary_path"].removeprefix(f"{exact.files.root}/"))
+        assert kept == summary
         assert (kept["verdict"], kept["samples"], kept["rows"]) == ("aligned", samples, samples * T)
         assert kept["errors"]["p95"] == pytest.approx([wanted] * 3, abs=1e-6)
         assert kept["floor"] == {at: pytest.approx([0.04] * 3, rel=1e-4) for at in ("median", "p95")}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from eagle3_ray.store.filesystem import Filesystem
 from eagle3_ray.store.overview import Folder, find
 from eagle3_ray.store.shards import Features, ShardReader, target_rows
 from eagle3_ray.store.verify import whole_shard
+from eagle3_ray.strict_json import fingerprint
 
 NORM = torch.linspace(0.5, 3.0, HIDDEN)
 
@@ -182,6 +182,8 @@ def test_what_a_layout_cannot_say_is_refused(
         with pytest.raises(ConfigError, match="layout: sample .* not 1"):
             export_features(folder, tmp_path / "out", "speculators", str(target))
     about = features.description() | {"boundaries": [2, 4]}
-    features.files.write(f"{features.folder}/description.json", json.dumps(about).encode())
+    del about["shard_bytes"]
+    two = Units(features.files, "features", fingerprint(about))
+    two.describe(about)
     with pytest.raises(ConfigError, match="layout: SpecForge trains on three"):
-        export_features(folder, tmp_path / "two", "specforge", None)
+        export_features(Folder(two, two.fingerprint), tmp_path / "two", "specforge", None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,10 @@ from eagle3_ray.extract import ExtractError, extract, extracted
 from eagle3_ray.prepare import Corpus, prepare
 from eagle3_ray.proof import choose, differing
 from eagle3_ray.run import Run, open_run
-from eagle3_ray.store.filesystem import StoreError
+from eagle3_ray.store.commits import Units
+from eagle3_ray.store.filesystem import Filesystem, StoreError
 from eagle3_ray.store.shards import Response, write_features, write_responses
+from eagle3_ray.strict_json import fingerprint
 
 
 @pytest.fixture
@@ -85,13 +86,14 @@ def test_what_was_captured_takes_the_place_of_the_settings(opened: Any, captured
 
 
 def test_a_folder_of_another_target_is_refused(opened: Any, captured: str, tmp_path: Path) -> None:
-    path = tmp_path / "new" / captured / "description.json"
-    description = json.loads(path.read_text())
+    files = Filesystem(str(tmp_path / "new"))
+    description = files.read_json(f"{captured}/description.json")
     description["target"]["weights"]["model.safetensors"] = "0" * 64
     description["target"]["files"].pop("config.json")
-    path.write_text(json.dumps(description))
-    with pytest.raises(ConfigError, match=rf"features.folder: '{captured}' is of another target than ") as refused:
-        opened("new", f"features.folder={captured}")
+    other = Units(files, "features", fingerprint({k: v for k, v in description.items() if k != "shard_bytes"}))
+    other.describe(description)
+    with pytest.raises(ConfigError, match=rf"features.folder: '{other.folder}' is of another target than ") as refused:
+        opened("new", f"features.folder={other.folder}")
     assert str(refused.value).endswith(": files.config.json, weights.model.safetensors differ")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from eagle3_ray.engines.base import Captured, RequestError
 from eagle3_ray.engines.transformers import TransformersEngine
 from eagle3_ray.probe import ERROR, ProbeError, check_norms, probe, probe_sequences
 from eagle3_ray.run import Run, open_run
+from eagle3_ray.store.precision import dequantise, stored
 
 SEQUENCES = [[1, *range(40, 60)], [1, 7, 7, 9]]
 
@@ -118,6 +120,51 @@ def test_a_sample_unlike_the_probe_is_refused(run: Run) -> None:
     ):
         with pytest.raises(RequestError, match=reason):
             checked(change)
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, 1e25, 3e38])
+@pytest.mark.parametrize("name", ["boundary 1", "boundary 6", "last hidden"])
+def test_one_value_that_is_not_finite_is_found_wherever_it_is(run: Run, name: str, value: float) -> None:
+    """In a sample it is that sample's reason, at the start the end of the engine; also where only its square is."""
+    engine = Faulty(run)
+    norms = probe(run, engine, SEQUENCES)["norms"]
+
+    def plant(captured: Captured) -> Captured:
+        aux, last = captured.aux.clone(), captured.last_hidden.clone()
+        {"boundary 1": aux, "boundary 6": aux[:, -64:], "last hidden": last}[name][-1, 5] = value
+        return Captured(aux, last)
+
+    said = "are so large that their squares are not finite" if math.isfinite(value) else "are not finite"
+    with pytest.raises(RequestError, match=f"{name}: the states {said}"):
+        check_norms(run, plant(engine.capture([[5, 6, 7, 8]])[0]), norms)
+    with pytest.raises(ProbeError, match=f"{name}: 2 of 25 rows of the corpus's first prompts {said}"):
+        probe(run, Faulty(run, plant), SEQUENCES)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3"])
+def test_what_passes_the_check_is_finite_as_it_is_stored(run: Run, dtype: str) -> None:
+    engine = Faulty(run)
+    norms = probe(run, engine, SEQUENCES)["norms"]
+    (captured,) = engine.capture([[5, 6, 7, 8]])
+    aux, last = captured.aux.clone(), captured.last_hidden.clone()
+    aux[2, 7] = last[1, 3] = 1.8e19
+    check_norms(run, Captured(aux, last), norms)
+    kept = stored(aux, last, dtype)
+    assert kept["last_hidden"].isfinite().all()
+    back = dequantise(kept["aux"], kept["aux_scale"]) if dtype == "float8_e4m3" else kept["aux"]
+    assert back.isfinite().all() and float(back[2, 7]) == pytest.approx(1.8e19, rel=0.01)
+
+
+def test_log_probabilities_that_are_no_numbers_prove_nothing(run: Run, monkeypatch) -> None:
+    monkeypatch.setattr("eagle3_ray.probe.REFERENCE_BYTES", 1000)
+    engine = Faulty(run)
+    monkeypatch.setattr(
+        engine,
+        "next_tokens",
+        lambda ids: [(math.nan, token) for _, token in TransformersEngine.next_tokens(engine, ids)],
+    )
+    with pytest.raises(ProbeError, match="log-probability within nan"):
+        probe(run, engine, SEQUENCES)
 
 
 def test_a_few_prompts_are_enough_for_the_probe() -> None:

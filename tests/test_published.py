@@ -15,7 +15,7 @@ from test_drafter_shapes import BOUNDARIES, DRAFT_VOCAB, SHAPES, VOCAB, document
 from torch import Tensor
 
 from eagle3_ray.config import ConfigError, DrafterConfig
-from eagle3_ray.drafter.checkpoint import export
+from eagle3_ray.drafter.checkpoint import check_folder, export
 from eagle3_ray.drafter.model import Drafter, valid_slots
 from eagle3_ray.drafter.published import Published
 from eagle3_ray.drafter.target import TargetPieces
@@ -192,6 +192,18 @@ def test_a_pickle_is_refused_and_not_opened(tmp_path: Path):
 def test_a_place_that_cannot_be_read_is_named(path: str, message: str):
     with pytest.raises(ConfigError, match=f"drafter.start_from: '{path}': .*{message}"):
         Published(DrafterConfig(start_from=path), MODEL, num_aux=3)
+
+
+@pytest.mark.parametrize("value", [torch.inf, torch.nan])
+def test_weights_that_are_not_finite_are_no_start_and_are_told_of_what_is_served(tmp_path: Path, value: float):
+    broken = {name: GOOD[name].clone() for name in ("fc.weight", "norm.weight")}
+    broken["fc.weight"][3, 7] = broken["norm.weight"][0] = value
+    settings = publish(tmp_path, FLAT, GOOD | broken)
+    with pytest.raises(ConfigError, match="drafter.start_from: .* 2 of its tensors .* not finite: fc.weight, norm"):
+        Published(settings, MODEL, num_aux=3).weights()
+    assert at_path(tmp_path).weights()["fc.weight"].isfinite().sum() == 3 * H * H - 1
+    faults = check_folder(tmp_path, MODEL | {"num_hidden_layers": 8})
+    assert any("fc.weight (with 1 more) holds values that are not finite" in fault for fault in faults)
 
 
 # ---------------------------------------------------------------- drafter.path

@@ -46,9 +46,13 @@ def evaluation() -> dict[str, Any]:
     }
 
 
-def page(tmp_path: Path, heldout: int, settings: dict[str, Any] | None = None, **told: Any) -> str:
+def page(
+    tmp_path: Path, heldout: int, settings: dict[str, Any] | None = None, skipped: list[int] | None = None, **told: Any
+) -> str:
     """The report's text, without tags and line breaks."""
     training = {
+        "steps": 40,
+        "skipped": skipped or [],
         "draft_vocab_size": 8192,
         "coverage": 0.98765,
         "coverage_by_domain": {"code": 0.9912, "maths": 0.5},
@@ -93,6 +97,16 @@ def test_the_matrix_and_the_causes_are_told(tmp_path: Path):
     assert "served boundary trained 2 trained 4 3 0.5 1.2 5 2e-07 0.75" in told
     assert "prompts 99 2e-07 4e-07 2e-07 4e-07" in told
     assert "verify steps" not in told.split("states of")[1].split("Training")[0]
+    found |= {"matrix": [[None, 1.25], [2e-7, None]], "floor": {"prompt": spread | {"p95": [None, 1e-7]}, "verify": {}}}
+    told = page(tmp_path, heldout=0, verification=found)
+    assert "3 no number 1.2 5 2e-07 no number" in told
+    assert "prompts 99 2e-07 4e-07 2e-07 no number" in told
+
+
+def test_skipped_steps_are_told(tmp_path: Path):
+    assert "Skipped:" not in page(tmp_path, heldout=0)
+    assert "Skipped: 2 of 40 steps made no update" in (told := page(tmp_path, heldout=0, skipped=[7, 9]))
+    assert "the first is step 7" in told and "drafters/d/nonfinite" in told
 
 
 def test_a_verification_without_a_matrix_is_told(tmp_path: Path):

@@ -11,6 +11,7 @@ import torch
 from test_train import DESCRIPTION, TARGET, V, pieces, sample, stage
 
 from eagle3_ray.config import ConfigError
+from eagle3_ray.store.shards import Features
 from eagle3_ray.train import start as start_module
 from eagle3_ray.train.features import heldout
 from eagle3_ray.train.start import frozen_start
@@ -86,3 +87,17 @@ def test_probability_is_counted_on_target_rows_of_the_store(tmp_path: Path, monk
     monkeypatch.setattr(start_module, "COUNTED_ROWS", 40)
     _, counted = start_module._count_probability(config, features, commits)
     assert 40 <= counted < 60  # whole samples
+
+
+def test_no_vocabulary_is_counted_on_states_that_are_not_finite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def broken(number: int) -> Features:
+        made = sample(number)
+        if number == 14:
+            made.last_hidden[1, 3] = torch.nan
+        return made
+
+    with monkeypatch.context() as older:  # a shard of before states were checked
+        older.setattr("eagle3_ray.store.shards.finite", lambda states: True)
+        config, features = stage(tmp_path, make=broken)
+    with pytest.raises(ConfigError, match="drafter.vocabulary: .* states of sample s14 of unit u0012 .* not finite"):
+        start_module._count_probability(config, features, features.commits())

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from stores import listed
 
 from eagle3_ray.store import filesystem
 from eagle3_ray.store.cache import Cache
@@ -26,6 +27,7 @@ from eagle3_ray.store.shards import (
     write_features,
     write_responses,
 )
+from eagle3_ray.strict_json import fingerprint
 
 PRINT = "f1ng3rpr1nt"
 
@@ -151,14 +153,15 @@ def test_a_root_where_two_writers_win_is_refused(files: Filesystem, monkeypatch:
 def test_a_committed_unit_is_read_back_whole(files: Filesystem, shard: Path, tmp_path: Path) -> None:
     units = Units(files, "features", PRINT)
     assert units.committed() == units.commits() == []
-    samples = [{"id": "a", "domain": "math", "tokens": 3}, {"id": "b", "domain": None, "tokens": 5}]
+    samples = listed([_features("a", [0, 1, 1]), _features("b", [1, 1, 1, 1, 0])], "math")
     assert units.commit("u-2", shard, samples, seconds=1.5)
-    assert units.commit("u-1", shard, samples)
+    assert units.commit("u-1", shard, [])
     assert units.committed() == ["u-1", "u-2"]
     first, second = pickle.loads(pickle.dumps(units)).commits()
-    assert (first.unit, second.unit, second.samples, second.facts) == ("u-1", "u-2", samples, {"seconds": 1.5})
+    assert (first.unit, first.samples) == ("u-1", [])
+    assert (second.unit, second.samples, second.facts) == ("u-2", samples, {"seconds": 1.5})
     assert second == units.read_commit("u-2") and second.size == shard.stat().st_size
-    reader = ShardReader(units.fetch(second, Cache(tmp_path / "cache")), PRINT)
+    reader = units.open(second, Cache(tmp_path / "cache"))
     assert len(reader) == 2 and _same(reader.features(1), _features("b", [1, 1, 1, 1, 0]))
     assert Units(files, "features", "other").committed() == Units(files, "responses", PRINT).committed() == []
 
@@ -239,10 +242,10 @@ def test_a_damaged_shard_is_refused_at_the_first_read(
 
 
 def test_another_description_under_the_same_fingerprint_is_refused_by_its_lines(files: Filesystem) -> None:
-    units = Units(files, "responses", PRINT)
+    description = {"target": "kimi", "sampling": {"seed": 0, "top_p": 1.0}, "boundaries": (2, 30, 58)}
+    units = Units(files, "responses", fingerprint(description))
     with pytest.raises(StoreError, match="nothing is stored"):
         units.description()
-    description = {"target": "kimi", "sampling": {"seed": 0, "top_p": 1.0}, "boundaries": (2, 30, 58)}
     units.describe(description)
     units.describe(dict(reversed(description.items())))
     with pytest.raises(StoreError) as refused:
@@ -325,17 +328,17 @@ def test_a_verified_shard_is_hashed_once_a_process_and_measured_each_time(
         units.fetch(commit, Cache(tmp_path))
 
 
-@pytest.mark.parametrize("unit", ["", "a/b", "a b", "ü", "a\n"])
+@pytest.mark.parametrize("unit", ["", "a/b", "a b", "ü", "a\n", ".", "..", ".a", "a" * 101])
 def test_a_unit_with_an_unfit_name_is_refused(files: Filesystem, shard: Path, unit: str) -> None:
     with pytest.raises(StoreError, match="cannot name"):
         Units(files, "features", PRINT).commit(unit, shard, [])
 
 
 def test_commits_are_json_that_a_person_can_read(files: Filesystem, shard: Path) -> None:
-    Units(files, "features", PRINT).commit("u", shard, [{"id": "größe"}], b=1, a=2)
+    Units(files, "features", PRINT).commit("u", shard, listed([_features("größe", [1, 1])]), b=1, a=2)
     text = files.read(f"features/{PRINT}/commits/u.json").decode()
     assert "größe" in text and text.count("\n") > 5
-    assert list(json.loads(text)) == ["facts", "samples", "sha256", "shard", "size", "unit"]
+    assert list(json.loads(text)) == ["check", "facts", "samples", "sha256", "shard", "size", "unit"]
 
 
 # Shards
@@ -356,8 +359,8 @@ def test_any_sample_of_a_shard_equals_what_was_written(tmp_path: Path, dtype: to
 
 def test_a_shard_is_an_ordinary_safetensors_file(tmp_path: Path) -> None:
     samples = [_features("a", [0, 1, 1]), _features("b", [1, 1, 1, 1, 0])]
-    for fingerprint in ("f", "fi", PRINT):  # the header's length is a multiple of 8, so that the tensors are aligned
-        write_features(tmp_path / "shard", samples, fingerprint)
+    for name in ("f", "fi", PRINT):  # the header's length is a multiple of 8, so that the tensors are aligned
+        write_features(tmp_path / "shard", samples, name)
         assert int.from_bytes((tmp_path / "shard").read_bytes()[:8], "little") % 8 == 0
     tensors = load_file(tmp_path / "shard")
     assert tensors["offsets"].tolist() == [0, 3, 8]

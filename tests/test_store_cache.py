@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from stores import listed
 from test_store import PRINT, _features
 
 from eagle3_ray.config import StoreConfig, TrainConfig
@@ -38,6 +39,9 @@ class Remote(Filesystem):
         local = Filesystem(self.root)
         local.download(key, local_path)
 
+    def size(self, key: str) -> int:
+        return Filesystem(self.root).size(key)
+
     def downloads(self) -> Counter[str]:
         return Counter(self.log.read_text().split()) if self.log.exists() else Counter()
 
@@ -47,8 +51,9 @@ def store(tmp_path: Path, shards: int) -> tuple[Units, list[Commit], Remote]:
     remote = Remote(tmp_path / "root", tmp_path / "log")
     units = Units(remote, "features", PRINT)
     for i in range(shards):
-        write_features(tmp_path / "new", [_features(f"s{i}", [0, 1, 1, 1, 1])], PRINT)
-        units.commit(f"u{i:02}", tmp_path / "new", [{"id": f"s{i}"}])
+        features = [_features(f"s{i}", [0, 1, 1, 1, 1])]
+        write_features(tmp_path / "new", features, PRINT)
+        units.commit(f"u{i:02}", tmp_path / "new", listed(features))
     found = units.commits()
     remote.local = False
     return units, found, remote
@@ -139,7 +144,7 @@ def test_a_copy_that_went_between_fetch_and_open_is_fetched_again(
     units, (a,), remote = store(tmp_path, 1)
     cache, reader = Cache(tmp_path / "cache"), ShardReader
 
-    def late(path: Path, fingerprint: str) -> Any:
+    def late(path: Path, fingerprint: str, listed: list[Any]) -> Any:
         if remote.downloads()[a.shard] == 1:
             path.unlink()
         return reader(path, fingerprint)

@@ -273,7 +273,9 @@ def test_a_shard_damaged_on_its_way_down_is_fetched_again_and_never_used(
     commit = units.read_commit("u")
     proxy.fail("flip-answer", f"GET /{files.root.removeprefix('s3://')}/{commit.shard}")
     copy = units.fetch(commit, Cache(tmp_path / "cache"))
-    assert copy.read_bytes() == shard.read_bytes() and asked(proxy, commit.shard) == 5  # a PUT, and HEAD and GET twice
+    assert (
+        copy.read_bytes() == shard.read_bytes() and asked(proxy, commit.shard) == 6
+    )  # a PUT, a HEAD, and HEAD and GET twice
     shutil.rmtree(tmp_path / "cache")
     proxy.fail("flip-answer", "GET", times=2)
     with pytest.raises(StoreError, match="has the sha256 .*its commit says"):

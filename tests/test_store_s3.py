@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import traceback
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from uuid import uuid4
 
@@ -38,9 +38,12 @@ from eagle3_ray.conversations import read_records
 from eagle3_ray.drafter.published import Published
 from eagle3_ray.drafter.target import check_weights, load_pieces
 from eagle3_ray.store.cache import Cache
-from eagle3_ray.store.commits import Units
-from eagle3_ray.store.filesystem import Filesystem, StoreError
+from eagle3_ray.store.commits import Commit, Units
+from eagle3_ray.store.filesystem import Damaged, Filesystem, StoreError
+from eagle3_ray.store.overview import find
 from eagle3_ray.store.s3 import S3
+from eagle3_ray.store.verify import verify
+from eagle3_ray.strict_json import fingerprint
 
 
 @pytest.fixture(scope="module")
@@ -105,6 +108,29 @@ def test_credentials_come_from_the_usual_environment(server: Server, monkeypatch
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", server.storage_options["secret"])
     files = Filesystem(f"s3://{server.bucket}/environment", {"endpoint_url": server.endpoint})
     files.check()
+
+
+@pytest.mark.parametrize("where", ["{victim}", "../{name}", "features/x/../../../{name}"])
+def test_a_commit_cannot_name_a_file_of_the_readers_machine(
+    files: Filesystem,
+    shard: Path,  # noqa: F811
+    tmp_path: Path,
+    where: str,
+) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("untouched")
+    about = {"boundaries": [2, 4, 6], "dtype": "bfloat16"}
+    units = Units(files, "features", fingerprint(about))
+    units.describe(about)
+    units.commit("u", shard, [])
+    commit = asdict(units.read_commit("u")) | {"shard": where.format(victim=victim, name=victim.name)}
+    files.write_json(f"{units.folder}/commits/u.json", commit)
+    with pytest.raises(Damaged, match="u.json is not the commit of unit u: its shard is"):
+        units.commits()
+    with pytest.raises(StoreError, match="cannot be the key"):
+        units.fetch(Commit(**commit), Cache(tmp_path / "cache"))
+    (fault,) = verify(find(files), tmp_path)
+    assert fault.unit == f"{units.folder}: u" and victim.read_text() == "untouched"
 
 
 def test_a_shard_is_downloaded_once_and_a_damaged_copy_again(

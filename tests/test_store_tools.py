@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -23,13 +24,14 @@ from stores import HIDDEN, TARGET, fill
 from eagle3_ray.capture import describe_target
 from eagle3_ray.config import ConfigError, TargetConfig
 from eagle3_ray.layouts import export_features
-from eagle3_ray.store.commits import Units
+from eagle3_ray.store.commits import Commit, Units
 from eagle3_ray.store.copying import copy, with_responses
 from eagle3_ray.store.filesystem import Filesystem, StoreError
 from eagle3_ray.store.garbage import ATTEMPTS, LEFT, ORPHANS, PROMPTS, garbage, remove
 from eagle3_ray.store.overview import details, find, table
 from eagle3_ray.store.parallel import in_parallel
 from eagle3_ray.store.verify import verify
+from eagle3_ray.strict_json import fingerprint, sealed
 from ray_jobs.store import ACTIONS
 
 
@@ -80,13 +82,15 @@ def test_ls_has_a_line_for_each_folder(files: Filesystem, tmp_path: Path) -> Non
     with pytest.raises(ConfigError, match="store.root: neither"):
         find(files)
     responses, features = fill(files, tmp_path)
-    Units(files, "features", "empty").describe({"boundaries": [1, 2], "dtype": "float32", "target": {}})
+    about = {"boundaries": [1, 2], "dtype": "float32", "target": {}}
+    empty = Units(files, "features", fingerprint(about))
+    empty.describe(about)
     header, first, *more = table(find(files))
     assert " ".join(header.split()) == "folder target boundaries dtype units samples tokens bytes last commit"
     assert first.split()[:7] == [responses.folder, "model.safetensors:abababab", "-", "-", "2", "6", "39"]
     by_name = {line.split()[0]: line.split() for line in more}
     assert by_name[features.folder][1:7] == ["model.safetensors:abababab", "2,4,6", "bfloat16", "2", "6", "39"]
-    assert by_name["features/empty"][1:] == ["-", "1,2", "float32", "0", "0", "0", "0", "B", "-"]
+    assert by_name[empty.folder][1:] == ["-", "1,2", "float32", "0", "0", "0", "0", "B", "-"]
     assert time.strftime("%Y-%m-%d", time.gmtime()) in more[-1] + first
 
 
@@ -132,9 +136,10 @@ def test_each_damage_is_found_and_what_to_delete_is_named(files: Filesystem, tmp
         key = f"{features.folder}/commits/{number:06d}-0000.json"
         commit = json.loads(files.read(key))
         commit["samples"][1] |= change
+        del commit["check"]  # as by hand, or by a writer that knows nothing of it
         files.write(key, json.dumps(commit).encode())
     last = f"{features.folder}/commits/000006-000"
-    files.write(f"{last}1.json", files.read(f"{last}0.json"))
+    files.write(f"{last}1.json", json.dumps(asdict(features.read_commit("000006-0000"))).encode())  # without a check
     answers = responses.read_commit("000006")
     files.delete(answers.shard)
     faults = {fault.unit: fault for fault in verify(find(files))}
@@ -142,10 +147,10 @@ def test_each_damage_is_found_and_what_to_delete_is_named(files: Filesystem, tmp
         f"{features.folder}: 000000-0000": "has the sha256",
         f"{features.folder}: 000001-0000": "bytes, its commit says",
         f"{features.folder}: 000002-0000": "is missing",
-        f"{features.folder}: 000003-0000": "its commit cannot be read",
+        f"{features.folder}: 000003-0000": "000003-0000.json is not what was written: Expecting property name",
         f"{features.folder}: 000004-0000": "sample 4-1: tokens is 10, its commit says 99",
-        f"{features.folder}: 000005-0000": 'sample other: id is "5-1", its commit says "other"',
-        f"{features.folder}: 000006-0001": "its commit is of unit '000006-0000'",
+        f"{features.folder}: 000005-0000": 'sample 5-1: id is "5-1", its commit says "other"',
+        f"{features.folder}: 000006-0001": "is not the commit of unit 000006-0001: it is that of unit '000006-0000'",
         f"{responses.folder}: 000006": "is missing",
     }
     assert faults.keys() == told.keys()
@@ -266,7 +271,7 @@ def test_a_copy_is_the_same_store_and_is_made_once(
     files: Filesystem, elsewhere: Filesystem, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     responses, features = fill(files, tmp_path)
-    files.write(f"{features.folder}/summary.json", b"{}")
+    files.write_json(f"{features.folder}/summary.json", {})
     folders = with_responses(find(files, features.folder), find(files))
     assert [folder.name for folder in folders] == [responses.folder, features.folder]  # training reads both
     size = sum(commit.size for units in (responses, features) for commit in units.commits())
@@ -316,8 +321,9 @@ def test_a_damaged_shard_is_not_copied_and_another_capture_not_mixed(
 ) -> None:
     _, features = fill(files, tmp_path)
     key = f"{features.folder}/commits/000001-0000.json"
-    elsewhere.create(key, files.read(key).replace(b"000001-0000.", b"000001-0000.other"))
-    with pytest.raises(StoreError, match="another commit of the same unit"):
+    other = replace(features.read_commit("000001-0000"), sha256="0" * 64)
+    Units(elsewhere, features.kind, features.fingerprint).create(other)
+    with pytest.raises(StoreError, match="has another commit of unit 000001-0000; two captures are not mixed"):
         copy(find(files), elsewhere)
     elsewhere.delete(key)
     shard = features.read_commit("000001-0000").shard
@@ -354,17 +360,19 @@ def _calls_at(
     files: Filesystem, units: int, samples: int, monkeypatch: pytest.MonkeyPatch
 ) -> dict[str, tuple[int, int]]:
     """For each look at a store of so many commits, the whole listings and the objects read."""
-    features = Units(files, "features", "big")
-    features.describe({"boundaries": [2, 4, 6], "dtype": "bfloat16", "target": {}})
-    files.write("features/big/shards/000000.lost.safetensors", b"")
+    about = {"boundaries": [2, 4, 6], "dtype": "bfloat16", "target": {}}
+    features = Units(files, "features", fingerprint(about))
+    features.describe(about)
+    files.write(f"{features.folder}/shards/000000.lost.safetensors", b"")
     listed = {"domain": "maths", "tokens": 9, "generated": 5, "targets": 4, "finish_reasons": ["stop"]}
     for number in range(units):
-        shard = f"features/big/shards/{number:06d}.a.safetensors"
+        shard = f"{features.folder}/shards/{number:06d}.{number:012x}.safetensors"
         index = [{"id": f"{number}-{i}", **listed} for i in range(samples)]
-        commit = {"unit": f"{number:06d}", "shard": shard, "size": 9, "sha256": "", "samples": index, "facts": {}}
-        path = Path(files.url(f"features/big/commits/{number:06d}.json"))
+        commit = Commit(f"{number:06d}", shard, 9, "0" * 64, index, {})
+        key = f"{features.folder}/commits/{number:06d}.json"
+        path = Path(files.url(key))
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(commit))  # quicker than create, which syncs each
+        path.write_text(json.dumps(sealed(asdict(commit), key)))  # quicker than create, which syncs each
     found = {}
     looks: dict[str, Callable[[], Any]] = {
         "ls": lambda: list(table(find(files))),

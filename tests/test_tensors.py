@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,8 @@ from safetensors.torch import save_file
 
 from eagle3_ray.config import ConfigError, TargetConfig
 from eagle3_ray.drafter.target import check_weights, load_pieces
-from eagle3_ray.store.filesystem import Filesystem, StoreError
-from eagle3_ray.store.tensors import Tensors
+from eagle3_ray.store.filesystem import Damaged, Filesystem, StoreError
+from eagle3_ray.store.tensors import Tensors, read_tensors, write_tensors
 
 TENSORS = {
     "a": torch.arange(12, dtype=torch.float32).view(3, 4),
@@ -76,6 +77,62 @@ def test_damaged_files_are_named(tmp_path: Path):
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"z": "1.safetensors"}}))
     with pytest.raises(StoreError, match="holds no z"):
         Tensors(Filesystem(str(tmp_path))).read("z")
+
+
+@pytest.mark.parametrize(
+    "header",
+    ["[]", '{"a": 1}', '{"a": {}}', "[" * 100_000]
+    + ['{"a": {"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]}}']
+    + ['{"a": {"dtype": "F32", "shape": [1], "data_offsets": [9, 4]}}']
+    + ['{"a": {"dtype": 7, "shape": [], "data_offsets": [0]}}'],
+)
+def test_a_header_that_is_none_is_told_in_a_sentence(tmp_path: Path, header: str) -> None:
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header.encode() + bytes(8))
+    with pytest.raises(StoreError, match="model.safetensors is no safetensors file"):
+        Tensors(Filesystem(str(tmp_path)))
+
+
+@pytest.mark.parametrize("index", ["[]", "{}", '{"weight_map": []}', '{"weight_map": {"a": 1}}', "[" * 100_000])
+def test_an_index_that_is_none_is_told_in_a_sentence(tmp_path: Path, index: str) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(StoreError, match="model.safetensors.index.json is no index of safetensors files"):
+        Tensors(Filesystem(str(tmp_path)))
+
+
+@pytest.mark.parametrize("file", ["../outside.safetensors", "/etc/passwd", "a/../../b"])
+def test_an_index_cannot_name_a_file_elsewhere(tmp_path: Path, file: str) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": file}}))
+    with pytest.raises(StoreError, match="cannot be the key of an object"):
+        Tensors(Filesystem(str(tmp_path)))
+
+
+# ---------------------------------------------------------------- files of our own
+
+
+def test_own_tensors_are_read_back_with_their_metadata(tmp_path: Path) -> None:
+    files = Filesystem(str(tmp_path))
+    tensors = {**TENSORS, "scalar": torch.tensor(3.0), "none": torch.empty(0), "mask": torch.tensor([True, False])}
+    write_tensors(files, "state/1", tensors, {"step": "7"})
+    found, metadata = read_tensors(files, "state/1")
+    assert metadata == {"step": "7"} and found.keys() == tensors.keys()
+    assert all(found[n].dtype == t.dtype and torch.equal(found[n], t) for n, t in tensors.items())
+    save_file(TENSORS, tmp_path / "old", {"step": "8"})  # from before there were digests
+    assert read_tensors(files, "old")[1] == {"step": "8"}
+    with pytest.raises(FileNotFoundError):
+        read_tensors(files, "missing")
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_own_tensors_that_were_damaged_are_refused(tmp_path: Path, seed: int) -> None:
+    files, draw = Filesystem(str(tmp_path)), random.Random(seed)
+    write_tensors(files, "state", TENSORS, {"step": "7"})
+    data = files.read("state")
+    at = draw.randrange(len(data))
+    damaged = [data[:at], data[:at] + bytes([data[at] ^ 1 << draw.randrange(8)]) + data[at + 1 :]]
+    for content in (*damaged, data.replace(b'"7"', b'"8"')):
+        files.write("state", content)
+        with pytest.raises(Damaged, match="state is not what was written: "):
+            read_tensors(files, "state")
 
 
 # ---------------------------------------------------------------- target.weights

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from safetensors.torch import load_file, save, save_file
+from stores import listed
 
 from eagle3_ray.config import (
     CaptureConfig,
@@ -46,10 +48,12 @@ from eagle3_ray.drafter.vocabulary import count_tokens, draft_vocabulary
 from eagle3_ray.report import training_curves
 from eagle3_ray.store.cache import Cache
 from eagle3_ray.store.commits import Units
-from eagle3_ray.store.filesystem import Filesystem
+from eagle3_ray.store.filesystem import Damaged, Filesystem
 from eagle3_ray.store.shards import Features, Response, target_rows, write_features, write_responses
+from eagle3_ray.strict_json import fingerprint
 from eagle3_ray.train.features import WINDOW, batches, epoch_order, heldout, positions, stream
 from eagle3_ray.train.loop import Training
+from eagle3_ray.train.nonfinite import NonFiniteError
 from eagle3_ray.train.trainer import UNTRAINED, export_drafter, train_drafter
 
 H, V = 16, 50
@@ -328,17 +332,23 @@ def test_workers_train_what_one_worker_does(tmp_path: Path, world: int):
             torch.testing.assert_close(weights[name], tensor, atol=1e-5, rtol=0, msg=name)
 
 
+DESCRIPTION = {"responses": "rr", "boundaries": [2, 4, 6]}
+DESCRIPTION |= {"engine": "sglang", "engine_version": "0.5.23", "engine_dtype": "float32"}
+FEATURES = fingerprint(DESCRIPTION)
+
+
 def store(root: Path, samples: int, unit: int, make: Callable[[int], Features] = sample) -> Units:
     """A store of features, and of the responses they belong to, in two domains."""
     files = Filesystem(str(root / "store"))
-    features, responses = Units(files, "features", "ff"), Units(files, "responses", "rr")
+    features, responses = Units(files, "features", FEATURES), Units(files, "responses", "rr")
     for first in range(0, samples, unit):
         group = [make(number) for number in range(first, first + unit)]
         path = root / "shard"
-        write_features(path, group, "ff")
-        features.commit(f"u{first:04}", path, [{"id": s.id} for s in group])
-        write_responses(path, [response(s) for s in group], "rr")
-        responses.commit(f"u{first:04}", path, [{"id": s.id} for s in group])
+        write_features(path, group, FEATURES)
+        features.commit(f"u{first:04}", path, listed(group))
+        answers = [response(s) for s in group]
+        write_responses(path, answers, "rr")
+        responses.commit(f"u{first:04}", path, listed(answers))
     return features
 
 
@@ -386,7 +396,16 @@ def stage(root: Path, make: Callable[[int], Features] = sample, **changes: Any) 
     return config, store(root, samples=30, unit=3, make=make)
 
 
-DESCRIPTION = {"responses": "rr", "boundaries": [2, 4, 6]}
+@pytest.mark.parametrize("part", ["input_ids", "aux", "last_hidden"])
+def test_samples_of_another_target_are_refused_in_words(part: str) -> None:
+    config = settings()
+    drafter = Drafter(drafter_config(DrafterConfig(), TARGET, num_aux=3, draft_vocab_size=32), torch.arange(32))
+    training = Training(config, drafter, pieces().head, torch.device("cpu"))
+    one = sample(0)
+    setattr(one, part, one.input_ids + V if part == "input_ids" else getattr(one, part)[:, 1:])
+    for use in (lambda: training.step([one]), lambda: training.accept_length([one], 3)):
+        with pytest.raises(Damaged, match="sample s0 has .*; the target has states of 48 and 16 and 50 tokens"):
+            use()
 
 
 def kill_worker_after(path: Path, killed: list[int]) -> None:
@@ -481,6 +500,72 @@ def test_a_start_that_does_not_fit_stops_before_the_first_step(tmp_path: Path, r
             train_drafter(config, features, DESCRIPTION, "drafters/d")
     assert not features.files.list("drafters/d/state")
     assert not features.files.exists("drafters/d/summary.json")
+
+
+def broken_at_14(number: int) -> Features:
+    made = sample(number)
+    if number == 14:
+        made.aux[1, 5] = torch.inf
+    return made
+
+
+def test_a_rate_far_too_high_is_an_error_that_names_it_and_no_drafter(tmp_path: Path, ray_up: None):
+    config, features = stage(tmp_path, lr=1e30, heldout=4, checkpoint_every=1)
+    with pytest.raises(NonFiniteError, match="parameters.*not finite.*Suspected: lr, since .*train.lr=1e"):
+        train_drafter(config, features, DESCRIPTION, "drafters/d")
+    folder = Path(features.files.url("drafters/d"))
+    assert [path.stem for path in (folder / "nonfinite").iterdir()] == ["00000001"]
+    assert not any((folder / name).exists() for name in ("state", "weights", "summary.json"))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("workers", [1, 2])
+def test_training_stops_at_broken_features_and_goes_on_when_told_to_skip(
+    tmp_path: Path, ray_up: None, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], workers: int
+):
+    with monkeypatch.context() as older:  # a store of before states were checked
+        older.setattr("eagle3_ray.store.shards.finite", lambda states: True)
+        config, features = stage(tmp_path, make=broken_at_14, steps=10, checkpoint_every=2, num_workers=workers)
+    order = [3 * shard + i for share in islice(positions(config.train, [3] * 10, 0, 1, 0), 7) for shard, i in share]
+    bad = order.index(14) // 4 + 1  # the step that has it, counted from 1
+    files, folder = features.files, Path(features.files.url("drafters/d"))
+    for _ in range(2):  # so does the second try
+        with pytest.raises(NonFiniteError) as stopped:
+            train_drafter(config, features, DESCRIPTION, "drafters/d")
+    said = str(stopped.value)
+    assert f"step {bad}: the features are not finite" in said
+    assert "Suspected: features, since sample s14 of unit u0012 holds 1 values of aux that are not finite" in said
+    assert "train.on_nonfinite is stop" in said and "train.on_nonfinite=skip" in said
+    (kept,) = (folder / "nonfinite").iterdir()
+    record = json.loads(kept.read_text())
+    assert kept.stem == f"{bad:08d}" and kept.as_posix() in said
+    assert sorted(int(one["id"][1:]) for one in record["samples"]) == sorted(order[4 * bad - 4 : 4 * bad])
+    assert (record["settings"]["lr"], record["parameters"]["not_finite"], record["moments"]["not_finite"]) == (
+        1e-2,
+        [],
+        [],
+    )
+    saved = {int(path.stem): path for path in (folder / "state").iterdir()}
+    assert max(saved) == (bad - 1) // 2 * 2
+    assert all(tensor.isfinite().all() for tensor in load_file(saved[max(saved)]).values())
+    assert not files.exists("drafters/d/summary.json") and not (folder / "weights").exists()
+
+    config.train.on_nonfinite = "skip"
+    summary = train_drafter(config, features, DESCRIPTION, "drafters/d")
+    assert (summary["steps"], summary["skipped"], summary["consumed"]) == (10, [bad], 40)
+    assert f"train: skipped step {bad}: the features are not finite" in capfd.readouterr().out
+    assert all(math.isfinite(loss) for loss in summary["loss"])
+    ids = draft_vocabulary(count_tokens((sample(i) for i in range(30)), V), 32, always=[1])  # type: ignore[misc]
+    drafter = Drafter(drafter_config(config.drafter, TARGET, num_aux=3, draft_vocab_size=32), ids)
+    initialise(drafter, pieces(), seed=0)
+    alone = Training(config.train, drafter, pieces().head, torch.device("cpu"))
+    for share in islice(positions(config.train, [3] * 10, 0, 1, 0), 10):
+        alone.step([broken_at_14(3 * shard + i) for shard, i in share])
+    assert alone.skipped == [bad]
+    weights = load_file(folder / "weights" / "model.safetensors")
+    for name, tensor in alone.weights().items():
+        # of one worker bit for bit, though it was interrupted
+        torch.testing.assert_close(weights[name], tensor, atol=5e-4 * (workers - 1), rtol=0, msg=name)
 
 
 @pytest.mark.full

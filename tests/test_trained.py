@@ -286,13 +286,13 @@ def test_a_kept_verdict_is_of_the_files_that_lie_there_now(trained: Trained, tmp
     run = Run(config, Filesystem(str(tmp_path / "store")), TARGET, {}, CaptureSpec((1, 2, 3), 32, "float32"))
     commits = [SimpleNamespace(unit="000000", sha256="a")]
     features: Any = SimpleNamespace(folder="features/f", commits=lambda: commits)
-    run.write_json("d/export.json", {"dtype": "bfloat16"})
+    run.files.write_json("d/export.json", {"dtype": "bfloat16"})
 
     def kept() -> bool:
         return watching(run, None, features, "d") is None  # type: ignore[arg-type]
 
     assert not kept()
-    run.write_json(f"{verification_key(run, features, 'd')}/summary.json", {"verdict": "aligned"})
+    run.files.write_json(f"{verification_key(run, features, 'd')}/summary.json", {"verdict": "aligned"})
     assert kept() and verify(run, None, features, "d") == {"verdict": "aligned"}  # type: ignore[arg-type]
     (folder / "README.md").write_text("a card, after the evaluation")
     assert kept()
@@ -308,5 +308,7 @@ def test_a_kept_verdict_is_of_the_files_that_lie_there_now(trained: Trained, tmp
     assert kept()
     commits[0].sha256 = "b"  # the features were taken anew
     assert not kept()
-    run.write_json(f"{verification_key(run, features, 'd')}/summary.json", {"verdict": "misaligned", "failed": "died"})
+    run.files.write_json(
+        f"{verification_key(run, features, 'd')}/summary.json", {"verdict": "misaligned", "failed": "died"}
+    )
     assert not kept()

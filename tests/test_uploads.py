@@ -22,6 +22,9 @@ from eagle3_ray.store.filesystem import Filesystem, StoreError
 from eagle3_ray.store.uploads import Uploads
 
 OTHERS: list[psutil.Process] = []
+INDEX = [
+    [{"id": str(i), "domain": None, "tokens": 1, "generated": 1, "finish_reasons": [], "targets": 0}] for i in range(5)
+]
 
 
 @pytest.fixture(autouse=True)
@@ -51,12 +54,12 @@ def uploaders() -> list[psutil.Process]:
 def test_what_is_staged_is_committed_and_freed(units: Units, tmp_path: Path) -> None:
     uploads = Uploads(StoreConfig(root="", uploaders=3, staging_bytes=100), tmp_path)
     futures = [
-        uploads.commit(units, f"u{i}", lambda path, i=i: path.write_bytes(bytes([i]) * 60), 60, [{"id": str(i)}], n=i)
+        uploads.commit(units, f"u{i}", lambda path, i=i: path.write_bytes(bytes([i]) * 60), 60, INDEX[i], n=i)
         for i in range(5)
     ]
     assert all(future.result() for future in futures)
     assert [(commit.unit, commit.samples, commit.facts) for commit in units.commits()] == [
-        (f"u{i}", [{"id": str(i)}], {"n": i}) for i in range(5)
+        (f"u{i}", INDEX[i], {"n": i}) for i in range(5)
     ]
     assert [units.fetch(commit, Cache(tmp_path)).read_bytes() for commit in units.commits()] == [
         bytes([i]) * 60 for i in range(5)

@@ -20,6 +20,7 @@ from eagle3_ray.drafter.vocabulary import (
     end_tokens,
     tokenizer_ids,
 )
+from eagle3_ray.store.filesystem import Damaged
 from eagle3_ray.store.shards import Response
 
 TARGET: dict[str, Any] = {
@@ -47,6 +48,11 @@ def test_vocabulary_is_the_most_frequent_tokens_and_the_end_tokens():
     drafter = Drafter(config, torch.tensor([0, 5, 7, 10]))
     assert drafter.d2t.tolist() == [0, 4, 5, 7]
     assert drafter.t2d.nonzero()[:, 0].tolist() == [0, 5, 7, 10]
+
+
+def test_a_response_with_a_token_that_the_target_lacks_is_refused():
+    with pytest.raises(Damaged, match="response a has token 11; the target has 11 tokens"):
+        count_tokens([Response("a", torch.tensor([1, 11]), torch.tensor([False, True]), ["stop"])], vocab_size=11)
 
 
 def test_ids_behind_the_tokenizers_last_come_in_only_to_fill():

@@ -8,7 +8,7 @@ Most of this is silent, and costs acceptance alone. Each fault is one sentence: 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from eagle3_ray.drafter.model import Drafter
 from eagle3_ray.drafter.published import MAPS, PASSED_OVER, RENAMED, our_name
 from eagle3_ray.drafter.shape import GQA, MLA, is_mla, read_config, read_rope
 from eagle3_ray.drafter.vocabulary import names_tokens
+from eagle3_ray.store.precision import finite
 from eagle3_ray.store.tensors import STORED, Entry
 
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
@@ -216,6 +217,14 @@ def dtype_faults(given: dict[str, Any], entries: Mapping[str, Entry]) -> Iterato
             f"{entries[names[0]].file}: {names[0]}{others} is {dtype}, but config.json's dtype is {said!r}; SGLang "
             "would cast it to --dtype, or to what it makes of config.json's"
         )
+
+
+def value_faults(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[str]:
+    """Of weights that hold values that are not finite: one sentence for all. One tensor at a time is asked for."""
+    broken = [name for name, tensor in tensors if tensor.is_floating_point() and not finite(tensor)]
+    if broken:
+        more = f" (with {len(broken) - 1} more)" if len(broken) > 1 else ""
+        yield f"{broken[0]}{more} holds values that are not finite; SGLang would draft from them"
 
 
 # ---------------------------------------------------------------- the vocabulary maps

@@ -29,6 +29,7 @@ from eagle3_ray.drafter.model import Drafter
 from eagle3_ray.drafter.shape import MLA, MLA_ROPE_KEYS, ROPE_KEYS, drafter_config
 from eagle3_ray.drafter.vocabulary import names_tokens
 from eagle3_ray.store.filesystem import Filesystem, StoreError
+from eagle3_ray.store.precision import finite
 from eagle3_ray.store.tensors import Tensors
 
 CHOICES = (
@@ -96,6 +97,9 @@ class Published:
         t2d = torch.zeros(self.vocab_size, dtype=torch.bool)  # [V]
         t2d[ids] = True
         weights = {ours: self._tensors.read(theirs) for ours, theirs in self._names.items() if ours not in MAPS}
+        broken = [self._names[name] for name, tensor in weights.items() if not finite(tensor)]
+        if broken and not self._served:  # of one that is served, faults.py tells
+            raise self._error(f"{len(broken)} of its tensors hold values that are not finite: {', '.join(broken)}")
         return {**weights, "d2t": ids - torch.arange(len(ids)), "t2d": t2d}
 
     def layers(self) -> dict[str, Any]:

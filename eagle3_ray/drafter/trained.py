@@ -24,9 +24,8 @@ from eagle3_ray.drafter.model import Batch, Drafter
 from eagle3_ray.drafter.published import by_path
 from eagle3_ray.drafter.shape import ROPE_WORDS, read_config, read_rope
 from eagle3_ray.drafter.target import TargetPieces
-from eagle3_ray.leftovers import temporary_folder
 from eagle3_ray.store.filesystem import Filesystem
-from eagle3_ray.store.tensors import Tensors
+from eagle3_ray.store.tensors import Tensors, read_tensors
 
 SAYS_NOTHING = {"dtype", "transformers_version"}  # in config.json, of what was trained
 JUDGED_ELSEWHERE = {"eagle_config", "torch_dtype", *SAYS_NOTHING, *ROPE_WORDS}
@@ -53,11 +52,8 @@ class Trained:
 
 def read_trained(files: Filesystem, drafter: str) -> Trained:
     """The drafter trained below the key `drafter`."""
-    with temporary_folder() as scratch:
-        local = scratch / "weights"
-        files.download(f"{drafter}/weights/model.safetensors", local)
-        weights = load_file(local)
-    return Trained(json.loads(files.read(f"{drafter}/weights/config.json")), weights)
+    weights, _ = read_tensors(files, f"{drafter}/weights/model.safetensors")
+    return Trained(files.read_json(f"{drafter}/weights/config.json"), weights)
 
 
 def read_another(config: Config, model: dict[str, Any], num_aux: int) -> Trained:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from eagle3_ray.capture import target_config, text_config
 from eagle3_ray.config import ConfigError
+from eagle3_ray.store.filesystem import Damaged
 from eagle3_ray.store.shards import Response
 
 LIKELIEST = 64  # tokens of a row whose probability is counted; what is left of it is spread too thin to matter
@@ -43,10 +44,12 @@ def draft_vocabulary(counts: Tensor, size: int, always: Iterable[int] = (), know
 
 
 def count_tokens(responses: Iterable[Response], vocab_size: int) -> Tensor:
-    """How often the target said each token: [V] int64."""
+    """How often the target said each token: [V] int64. Damaged where one is none of its tokens."""
     counts = torch.zeros(vocab_size, dtype=torch.int64)
     for response in responses:
         said = response.input_ids[response.loss_mask].long()  # [n]
+        if len(said) and said.max() >= vocab_size:
+            raise Damaged(f"response {response.id} has token {int(said.max())}; the target has {vocab_size} tokens")
         counts += torch.bincount(said, minlength=vocab_size)
     return counts
 

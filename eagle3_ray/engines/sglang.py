@@ -43,6 +43,7 @@ from eagle3_ray.engines.sglang_nodes import membership
 from eagle3_ray.engines.sglang_plugin import FOLDER_VARIABLE, WATCH_VARIABLE
 from eagle3_ray.engines.sglang_served import WATCHED, Watched, read, read_facts
 from eagle3_ray.leftovers import is_alive, own_folder, remove, temporary_folder, unlink
+from eagle3_ray.secrets import clean, known, without
 
 PLUGIN = "eagle3_ray"
 ENTRY_POINT = f"[sglang.srt.plugins]\n{PLUGIN} = eagle3_ray.engines.sglang_plugin:load\n"
@@ -83,6 +84,7 @@ class SGLangEngine(TargetEngine):
         self._schedulers: list[psutil.Process] = []
         self._shared_memory: list[str] = []  # SGLang's own, which it leaves when it is killed
         args = (drafter_args or {}) | server_args(config, folder, "capture" if spec else "serve")  # the user's win
+        self._secrets = known({**args, **config.hardware.env})
         self._start(config.hardware, args, config, folder)
 
     def _start(self, hardware: HardwareConfig, args: dict[str, Any], config: Config, folder: Path) -> None:
@@ -118,7 +120,7 @@ class SGLangEngine(TargetEngine):
         except (EOFError, OSError, psutil.NoSuchProcess) as error:
             state, answer = "failed", str(error) or "the engine's process ended"
         if state != "ready":
-            message = f"the engine did not start: {answer}\n{self._log_tail()}"
+            message = f"the engine did not start: {self._shown(answer)}\n{self._log_tail()}"
             self.close(grace_s=0.0)
             raise EngineError(message)
         self._shared_memory = answer.pop("shared_memory")
@@ -164,7 +166,7 @@ class SGLangEngine(TargetEngine):
             ids, meta = future.result()
             reason = meta["finish_reason"]
             if reason["type"] not in ("stop", "length"):
-                raise RequestError(f"aborted: {reason}")
+                raise RequestError(f"aborted: {self._shown(str(reason))}")
             if reason["type"] == "length" and len(ids) < sampling.max_new_tokens:  # SGLang clips in silence
                 raise RequestError(
                     f"cut at {len(ids)} tokens, before sampling.max_new_tokens={sampling.max_new_tokens}"
@@ -204,7 +206,7 @@ class SGLangEngine(TargetEngine):
             for future, rid, ids, size in zip(futures, rids, sequences, sizes, strict=True):
                 reason = future.result()
                 if reason["type"] not in ("stop", "length"):
-                    raise RequestError(f"aborted: {reason}")
+                    raise RequestError(f"aborted: {self._shown(str(reason))}")
                 captured.append(self._rows(rid, len(ids), whole=salt is None))
                 weakref.finalize(captured[-1], self._release, size)
         finally:
@@ -300,7 +302,8 @@ class SGLangEngine(TargetEngine):
             if state == "done":
                 future.set_result(answer)
             else:
-                future.set_exception((RequestError if state == "refused" else EngineError)(answer))
+                kind = RequestError if state == "refused" else EngineError
+                future.set_exception(kind(self._shown(answer)))
         self._fail("closed")  # close() came between two answers
 
     def _watch(self) -> str | None:
@@ -337,9 +340,13 @@ class SGLangEngine(TargetEngine):
     def _log_tail(self) -> str:
         try:
             lines = self.log.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]
-            return "\n".join(line[:LOG_LINE_WIDTH] for line in lines)
+            return "\n".join(line[:LOG_LINE_WIDTH] for line in self._shown("\n".join(lines)).splitlines())
         except OSError:
             return ""
+
+    def _shown(self, said: str) -> str:
+        """What SGLang said, without secrets; whole, since half of one is not known again."""
+        return without(said, self._secrets)
 
 
 def server_args(config: Config, folder: Path, purpose: str) -> dict[str, Any]:
@@ -409,7 +416,8 @@ def ask_layer_ids(config: Config, boundaries: Sequence[int]) -> list[int]:
             text=True,
         )
     if asked.returncode:
-        raise EngineError(f"SGLang could not be asked for layer ids: {asked.stderr.strip()[-2000:]}")
+        said = clean(asked.stderr.strip(), config.hardware.env)
+        raise EngineError(f"SGLang could not be asked for layer ids: {said[-2000:]}")
     return [int(word) for word in asked.stdout.split()[-len(boundaries) :]]
 
 

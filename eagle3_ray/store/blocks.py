@@ -27,8 +27,11 @@ def compress(rows: Tensor) -> bytes:
 
 
 def decompress(block: Tensor, rows: Tensor) -> None:
-    """The block's values into `rows`, which are contiguous and as many."""
+    """The block's values into `rows`, which are contiguous and as many. ValueError where the block holds others."""
     values = rows.view(torch.uint8).numpy().reshape(-1, rows.element_size())  # [n, bytes of a value]
-    planes = np.frombuffer(zstandard.ZstdDecompressor().decompress(block.numpy().data), np.uint8)
+    data = block.numpy().data
+    if zstandard.frame_content_size(data) != values.size:  # asked first: so much is allocated, whatever is there
+        raise ValueError(f"a block is not of {values.size} bytes")
+    planes = np.frombuffer(zstandard.ZstdDecompressor().decompress(data), np.uint8)
     for byte, plane in enumerate(planes.reshape(values.shape[::-1])):  # eight times as fast as all at once
         values[:, byte] = plane

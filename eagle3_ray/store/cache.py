@@ -3,6 +3,9 @@
 All processes of a node share the copies. Each is fetched by one of them while the others wait, and before that the
 least recently used make room. One that another process has open can be read to its end without its name; one that has
 lost its name before it was opened is fetched again (`Units.open`).
+
+The folder may lie where every user of the node can write. It is used only if it is ours and nobody else can write into
+it: then no file or link of another's can be there.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
+import stat
 import tempfile
 import time
 import zlib
@@ -19,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from eagle3_ray.config import StoreConfig
-from eagle3_ray.store.filesystem import TEMPORARY
+from eagle3_ray.store.filesystem import TEMPORARY, StoreError, below
 
 LOCKS = 64  # downloads of different shards that may run at a time
 STALE_S = 3600.0  # a temporary file that was not written to for so long is a dead process's
@@ -33,7 +37,7 @@ class Cache:
     limit: int = 2**62
 
     def path(self, key: str) -> Path:
-        return self.folder / key
+        return below(self.folder, key)
 
     @staticmethod
     def used(path: Path) -> None:
@@ -56,7 +60,7 @@ class Cache:
             for name in names:
                 path = Path(folder, name)
                 with suppress(FileNotFoundError):  # another process of the node made room before
-                    seen = path.stat()
+                    seen = path.lstat()
                     found.append((max(seen.st_atime_ns, seen.st_mtime_ns), seen.st_size, path))
         used = sum(length for _, length, _ in found)
         for _, length, path in sorted(found):
@@ -68,7 +72,7 @@ class Cache:
     def _remove(self, path: Path, held: str) -> bool:
         """Not a lock, nor what another process is fetching."""
         with suppress(BlockingIOError, FileNotFoundError):  # in use; named or removed by another process meanwhile
-            if path.suffix == ".lock" or path.suffix == TEMPORARY and time.time() - path.stat().st_mtime < STALE_S:
+            if path.suffix == ".lock" or path.suffix == TEMPORARY and time.time() - path.lstat().st_mtime < STALE_S:
                 return False
             name = _lock(str(path.relative_to(self.folder)))
             with nullcontext() if name == held else self._locked(name, fcntl.LOCK_NB):
@@ -79,14 +83,33 @@ class Cache:
     @contextmanager
     def _locked(self, name: str, how: int = 0) -> Iterator[None]:
         """A lock that ends with its process, however that ends."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with (self.folder / f"{name}.lock").open("wb") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | how)
+        own(self.folder)
+        lock = os.open(self.folder / f"{name}.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | how)
             yield
+        finally:
+            os.close(lock)
 
 
 def _lock(key: str) -> str:
     return f"{zlib.crc32(key.encode()) % LOCKS:02}"
+
+
+def own(folder: Path) -> None:
+    """Make the folder for this user alone, or take it if it is that. StoreError where it is not."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with suppress(FileExistsError):
+        folder.mkdir(0o700)
+        folder.chmod(0o700)  # whatever the umask
+    seen = folder.lstat()
+    if not stat.S_ISDIR(seen.st_mode) or seen.st_uid != os.geteuid() or seen.st_mode & 0o022:
+        raise StoreError(
+            f"store.scratch_dir: {folder} is no folder that is ours alone ({stat.filemode(seen.st_mode)}, of user "
+            f"{seen.st_uid}); remove it, or name another folder"
+        )
+    if seen.st_mode & 0o077:
+        folder.chmod(0o700)
 
 
 def scratch(config: StoreConfig) -> Path:

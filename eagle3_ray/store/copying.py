@@ -6,7 +6,6 @@ sends what is missing. Both stores may be local or remote; of a remote source a 
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -43,50 +42,45 @@ def copy(folders: list[Folder], target: Filesystem, scratch: Path | None = None)
                 if value := _read_json(source.files, f"{folder.name}/{name}.json"):
                     there.record(name, value)
 
-            def bring(unit: str, source: Units = source) -> int:
-                return _bring(source, target, unit, cache)
+            def bring(unit: str, source: Units = source, there: Units = there) -> int:
+                return _bring(source, there, unit, cache)
 
             for size in in_parallel(bring, folder.committed, WORKERS):
                 sent, bytes_sent = sent + (size > 0), bytes_sent + size
                 progress.add(1, f"{readable(bytes_sent)} sent")
-            if (summary := _read(source.files, f"{folder.name}/summary.json")) is not None:
-                target.write(f"{folder.name}/summary.json", summary)
+            if (summary := _read_json(source.files, f"{folder.name}/summary.json")) is not None:
+                target.write_json(f"{folder.name}/summary.json", summary)
     return {"units_sent": sent, "bytes_sent": bytes_sent}
 
 
-def _bring(source: Units, target: Filesystem, unit: str, cache: Path) -> int:
+def _bring(source: Units, there: Units, unit: str, cache: Path) -> int:
     """Copy one unit; returns the bytes of its shard, or 0 where the shard was there."""
-    key = f"{source.folder}/commits/{unit}.json"
-    data = source.files.read(key)
-    commit = Commit(**json.loads(data))
-    _check_same(target, key, data, _read(target, key))
-    sent = 0
+    target, commit, sent = there.files, source.read_commit(unit), 0
+    if there.has(unit):
+        _check_same(there, commit)
     if _size(target, commit.shard) != commit.size:
         with whole_shard(source, commit, cache) as path:
             target.upload(path, commit.shard)
         sent = commit.size
         if _size(target, commit.shard) != commit.size:
             raise StoreError(f"{target.url(commit.shard)} is not whole after its upload")
-    if not target.create(key, data):
-        _check_same(target, key, data, target.read(key))
+    if not there.create(commit):
+        _check_same(there, commit)
     return sent
 
 
-def _check_same(target: Filesystem, key: str, data: bytes, found: bytes | None) -> None:
-    if found is not None and found != data:
-        raise StoreError(f"{target.url(key)} is another commit of the same unit; two captures are not mixed")
-
-
-def _read(files: Filesystem, key: str) -> bytes | None:
-    try:
-        return files.read(key)
-    except FileNotFoundError:
-        return None
+def _check_same(there: Units, commit: Commit) -> None:
+    if there.read_commit(commit.unit) != commit:
+        raise StoreError(
+            f"{there.files.url(there.folder)} has another commit of unit {commit.unit}; two captures are not mixed"
+        )
 
 
 def _read_json(files: Filesystem, key: str) -> dict[str, Any] | None:
-    data = _read(files, key)
-    return None if data is None else json.loads(data)
+    try:
+        return files.read_json(key)
+    except FileNotFoundError:
+        return None
 
 
 def _size(files: Filesystem, key: str) -> int | None:

@@ -12,11 +12,12 @@ import copy
 import errno
 import hashlib
 import os
+import re
 import shutil
 import stat
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
+from eagle3_ray import strict_json
 from eagle3_ray.secrets import HIDDEN, clean
 
 if TYPE_CHECKING:
@@ -34,10 +36,38 @@ PATIENCE_S = 300.0  # that a request is tried again: a unit's work is worth more
 START_PATIENCE_S = 10.0  # the same while the root is checked: a wrong endpoint should be told at once
 READ_BYTES = 64 * 2**20  # at a time, of an object that is only hashed
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+MOST_KEY, MOST_PART = 1024, 255  # bytes of UTF-8: S3's limit of a key, and a file system's of one name
+NO_NAME = re.compile(r"[\x00-\x1f\x7f-\x9f\\]")  # control characters, and what is a separator elsewhere
 
 
 class StoreError(RuntimeError):
     """The store cannot do what was asked. The message names the setting and the value seen, never a secret."""
+
+
+def checked(key: str) -> str:
+    """The key, if it can name an object below a root; StoreError if not.
+
+    A key comes from settings, from listings and out of files that others may have written. One that is checked can be
+    joined to any folder and stays inside: no absolute path, no part that is empty, '.' or '..', no control character.
+    """
+    try:
+        parts = [part.encode() for part in key.split("/")]
+    except UnicodeEncodeError:
+        parts = []
+    if not all(0 < len(part) <= MOST_PART and part not in (b".", b"..") for part in parts or [b""]) or (
+        NO_NAME.search(key) or sum(map(len, parts)) + len(parts) - 1 > MOST_KEY
+    ):
+        raise StoreError(f"{key!r} cannot be the key of an object: it must stay below store.root")
+    return key
+
+
+def below(folder: Path, key: str) -> Path:
+    """Where the object of this key lies below a local folder: the only way from a key to a path."""
+    return folder / checked(key)
+
+
+class Damaged(StoreError):
+    """What is stored is not what was written there, or not what it is taken for."""
 
 
 @dataclass(frozen=True)
@@ -83,8 +113,8 @@ class Filesystem:
         return self._connection
 
     def url(self, key: str) -> str:
-        """The absolute path, or the URL, of an object."""
-        return f"{self.root}/{key}"
+        """The absolute path, or the URL, of an object; of the root itself for ''. StoreError as `checked`."""
+        return f"{self.root}/{checked(key)}" if key else self.root
 
     def read(self, key: str, start: int | None = None, end: int | None = None) -> bytes:
         """The object, or its bytes start:end. A missing one is a FileNotFoundError, here and in `size`, `download`."""
@@ -94,6 +124,22 @@ class Filesystem:
             with open(self.url(key), "rb") as file:
                 file.seek(start or 0)
                 return file.read(-1 if end is None else max(0, end - (start or 0)))
+
+    def read_json(self, key: str) -> dict[str, Any]:
+        """What `write_json` or `create_json` put there; Damaged where it is anything else."""
+        data = self.read(key)
+        try:
+            return strict_json.unsealed(strict_json.loads(data), key)
+        except ValueError as error:
+            raise Damaged(f"{self.url(key)} is not what was written: {error}") from None
+
+    def write_json(self, key: str, value: dict[str, Any]) -> None:
+        """Put an object as sealed JSON (strict_json.py), in place of any other."""
+        self.write(key, _json(value, key))
+
+    def create_json(self, key: str, value: dict[str, Any]) -> bool:
+        """As `create`, with sealed JSON."""
+        return self.create(key, _json(value, key))
 
     def write(self, key: str, data: bytes) -> None:
         """Put the object, in place of any other."""
@@ -143,30 +189,33 @@ class Filesystem:
             _place(Path(local_path), lambda path: get(self.url(key), path), os.replace, durable=False)
 
     def list(self, prefix: str) -> list[str]:
-        """The keys below a folder, at any depth, sorted; none when there is no such folder."""
-        below = f"{prefix.strip('/')}/".lstrip("/")
-        with self._errors("list", below):
+        """The keys below a folder, at any depth, sorted; none when there is no such folder.
+
+        StoreError where one cannot be a key: an S3 server takes any name for an object, '..' included.
+        """
+        folder = prefix.strip("/")
+        with self._errors("list", folder):
             if self.local:
-                names = [f"{folder}/{name}" for folder, _, files in _walk(self.url(below)) for name in files]
+                names = [f"{parent}/{name}" for parent, _, files in _walk(self.url(folder)) for name in files]
                 start = len(self.root) + 1
             else:
-                names = list(self._s3.find(self.url(below).rstrip("/")))
+                names = list(self._s3.find(self.url(folder)))
                 start = len(self.root.partition("://")[2]) + 1
-        keys = (name[start:] for name in names)  # among them, on S3, perhaps the folder itself
-        return sorted(k for k in keys if k.startswith(below) and k != below and not k.endswith(("/", TEMPORARY)))
+        keys = _kept((name[start:] for name in names), folder)
+        return sorted(checked(key) for key in keys if not key.endswith(TEMPORARY))
 
     def entries(self, prefix: str) -> Sequence[Entry]:
         """As `list`, with sizes and times, and with the temporary files of writers that live or were killed."""
-        below = f"{prefix.strip('/')}/".lstrip("/")
-        with self._errors("list", below):
+        folder = prefix.strip("/")
+        with self._errors("list", folder):
             if self.local:
-                found = _local_entries(self.url(below), len(self.root) + 1)
+                found = _local_entries(self.url(folder), len(self.root) + 1)
             else:
                 start = len(self.root.partition("://")[2]) + 1
-                listed = self._s3.find(self.url(below).rstrip("/"))
+                listed = self._s3.find(self.url(folder))
                 found = [Entry(name[start:], info["size"], _modified(info)) for name, info in listed.items()]
-        kept = (e for e in found if e.key.startswith(below) and e.key != below and not e.key.endswith("/"))
-        return sorted(kept, key=lambda entry: entry.key)
+        by_key = {entry.key: entry for entry in found}
+        return [by_key[checked(key)] for key in sorted(_kept(by_key, folder))]
 
     def exists(self, key: str) -> bool:
         with suppress(FileNotFoundError, NotADirectoryError):
@@ -236,6 +285,16 @@ class Filesystem:
             return ""
         shown = [f"{k}={v!r}" if k == "endpoint_url" else k for k, v in sorted(self.storage_options.items())]
         return clean(f"; store.storage_options sets {', '.join(shown) or 'nothing'}", self.storage_options)
+
+
+def _json(value: dict[str, Any], key: str) -> bytes:
+    return strict_json.dumps(strict_json.sealed(value, key), indent=1, sort_keys=True, ensure_ascii=False).encode()
+
+
+def _kept(keys: Iterable[str], folder: str) -> Iterator[str]:
+    """Those of objects below the folder: S3 may list the folder itself, and markers that end in a slash."""
+    inside = f"{folder}/" if folder else ""
+    return (key for key in keys if key.startswith(inside) and key != inside and not key.endswith("/"))
 
 
 @contextmanager

@@ -4,13 +4,15 @@ Header and index come first, then the columns. So a file is read by memory map, 
 ranges, and either way one sample costs its own bytes and no more. A range has no file's checksum to lean on: `crc32`,
 the last of the index, has one of each sample's stored bytes, and one of all that lies before it. A compressed column is
 a tensor of bytes; the metadata say what they hold, and `<name>.blocks` in the index where its blocks end.
+
+A header can be made to say anything, with checksums that fit. So every number of it is held against the others and the
+file's size before it is used, and whatever still cannot be read ends in a `Damaged` that names the shard.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-import json
 import math
 import os
 import zlib
@@ -23,8 +25,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from eagle3_ray import strict_json
 from eagle3_ray.store.blocks import block_rows, compress, decompress
-from eagle3_ray.store.filesystem import Filesystem, StoreError
+from eagle3_ray.store.filesystem import Damaged, Filesystem, StoreError
 
 FORMAT = "2"
 # As safetensors names them
@@ -39,6 +42,8 @@ NAMES = {
 }
 DTYPES = {name: dtype for dtype, name in NAMES.items()}
 MAX_HEADER = 100 * 2**20  # bytes; safetensors' own limit
+MOST_ROW = 2**28  # bytes of one row, far above any state's: what a header claims is allocated before it is read
+MOST_BLOCK = 2**26  # bytes of a block that is more than one row
 FIRST_READ = 2**16  # bytes: of most shards the whole of header and index
 AHEAD = 64  # blocks that are encoded, and wait to be written, at a time
 SMALL = 2**16  # bytes: blocks that are not worth a thread
@@ -147,12 +152,12 @@ def _header(
         plain = (NAMES[kind.dtype], [rows[name], *kind.shape], sizes[name])
         stored[name] = ("U8", [sizes[name]], sizes[name]) if kind.block else plain
     packed = {name: (NAMES[kind.dtype], kind.shape, kind.block) for name, kind in kinds.items() if kind.block}
-    header: dict[str, Any] = {"__metadata__": metadata | {"format": FORMAT, "compressed": json.dumps(packed)}}
+    header: dict[str, Any] = {"__metadata__": metadata | {"format": FORMAT, "compressed": strict_json.dumps(packed)}}
     at = 0
     for name, (dtype, shape, size) in stored.items():
         header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [at, at + size]}
         at += size
-    text = json.dumps(header).encode()
+    text = strict_json.dumps(header).encode()
     text += b" " * (room - 8 - len(text) if room else -len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 
@@ -239,37 +244,48 @@ class Columns:
             for name, expected in (("format", FORMAT), ("fingerprint", fingerprint)):
                 found = self.metadata.get(name)
                 if found != expected:
-                    raise StoreError(f"shard {self.name} has the {name} {found!r}, this run reads {expected!r}")
+                    raise Damaged(f"shard {self.name} has the {name} {found!r}, this run reads {expected!r}")
             self._read_index(header, begin, offsets)
         except StoreError:
             raise
         except Exception as error:  # whatever a damaged header leads to
-            raise StoreError(f"shard {self.name} cannot be opened: {error}") from error
+            raise Damaged(f"shard {self.name} cannot be opened: {error}") from error
 
     def read(self, sample: int) -> dict[str, Tensor]:
         """The sample's rows of each column: views of the file where it is local and they are not compressed."""
+        try:
+            return self._values(self._stored(sample))
+        except (StoreError, FileNotFoundError):
+            raise
+        except Exception as error:  # whatever bytes lead to that fit their checksums and no column
+            raise Damaged(f"shard {self.name}: its sample {sample} cannot be read: {error}") from error
+
+    def _stored(self, sample: int) -> dict[str, tuple[list[int], Tensor, tuple[Tensor, ...]]]:
+        """Of each column: the rows of the sample's blocks, its stored bytes, and those block by block."""
         pieces = {name: column.piece(sample) for name, column in self.columns.items()}
-        spans = [(ends[0], ends[-1]) for _, ends in pieces.values()]
-        data = dict(zip(pieces, self._source.read(spans), strict=True))
-        blocks: dict[str, tuple[Tensor, ...]] = {}
-        for name, (_, ends) in pieces.items():
-            if len(data[name]) != ends[-1] - ends[0]:
-                raise StoreError(f"shard {self.name} ends before its sample {sample} does")
-            blocks[name] = data[name].split([end - begin for begin, end in itertools.pairwise(ends)])
+        data = self._source.read([(ends[0], ends[-1]) for _, ends in pieces.values()])
+        found = {}
+        for (name, (rows, ends)), stored in zip(pieces.items(), data, strict=True):
+            if len(stored) != ends[-1] - ends[0]:
+                raise Damaged(f"shard {self.name} ends before its sample {sample} does")
+            found[name] = rows, stored, stored.split([end - begin for begin, end in itertools.pairwise(ends)])
         if not self._source.checked:
-            stored = _pool.map(_crc32, itertools.chain.from_iterable(blocks.values()))
-            if functools.reduce(_joined, stored, 0) != self._crc32[sample]:
-                raise StoreError(f"shard {self.name}: the bytes of its sample {sample} are not those that were written")
+            crcs = _pool.map(_crc32, itertools.chain.from_iterable(blocks for _, _, blocks in found.values()))
+            if functools.reduce(_joined, crcs, 0) != self._crc32[sample]:
+                raise Damaged(f"shard {self.name}: the bytes of its sample {sample} are not those that were written")
+        return found
+
+    def _values(self, stored: dict[str, tuple[list[int], Tensor, tuple[Tensor, ...]]]) -> dict[str, Tensor]:
         values: dict[str, Tensor] = {}
         packed: list[tuple[Tensor, Tensor]] = []  # a block, and the rows to fill from it
-        for name, column in self.columns.items():
-            kind, rows = column.kind, pieces[name][0]
+        for name, (rows, data, blocks) in stored.items():
+            kind = self.columns[name].kind
             shape = (sum(rows), *kind.shape)
             if kind.block:
                 values[name] = torch.empty(shape, dtype=kind.dtype)
-                packed += zip(blocks[name], values[name].split(rows), strict=True)
+                packed += zip(blocks, values[name].split(rows), strict=True)
             else:
-                values[name] = data[name].view(kind.dtype).view(shape)
+                values[name] = data.view(kind.dtype).view(shape)
         list(_pool.map(lambda pair: decompress(*pair), packed))
         return values
 
@@ -279,32 +295,32 @@ class Columns:
         end = 8 + int.from_bytes(self._up_to(8), "little")
         if end > MAX_HEADER:
             raise ValueError("it does not begin as a safetensors file")
-        return json.loads(self._up_to(end)[8:]), end
+        return strict_json.loads(self._up_to(end)[8:]), end
 
     def _read_index(self, header: dict[str, Any], begin: int, offsets: dict[str, str]) -> None:
-        spans = {name: [begin + offset for offset in entry["data_offsets"]] for name, entry in header.items()}
-        start, end = spans["crc32"]
-        data = self._up_to(end)
-        names = list(header)
+        placed = dict(_placed(header, begin))
+        names = list(placed)
         columns = names[names.index("crc32") + 1 :]
-        index = {
-            name: torch.frombuffer(bytearray(data[slice(*spans[name])]), dtype=torch.int64).tolist()
-            for name in names
-            if name not in columns
-        }
+        data = self._up_to(placed["crc32"].end)
+        index = {name: _numbers(name, placed[name], data) for name in names if name not in columns}
         *self._crc32, whole = index["crc32"]
-        if zlib.crc32(data[:start]) != whole:
+        if zlib.crc32(data[: placed["crc32"].begin]) != whole:
             raise ValueError("its header and index are not those that were written")
-        if self._source.checked and len(self._source.read([(max(e for _, e in spans.values()) - 1, 2**62)])[0]) != 1:
+        if self._source.checked and len(self._source.read([(placed[names[-1]].end - 1, 2**62)])[0]) != 1:
             raise ValueError("it does not end where its header says")
-        packed = json.loads(self.metadata["compressed"])
+        packed = strict_json.loads(self.metadata["compressed"])
         self.columns: dict[str, Column] = {}
         for name in columns:
-            dtype, shape, block = packed.get(name) or (header[name]["dtype"], header[name]["shape"][1:], None)
-            kind, rows = Kind(DTYPES[dtype], tuple(shape), block), index[offsets.get(name, "offsets")]
+            where, of = placed[name], offsets.get(name, "offsets")
+            kind, rows = _kind_of(where, packed.get(name)), index[of]
+            _check_ascending(of, rows, len(self._crc32), None if kind.block else where.shape[0])
+            if not kind.block:
+                self.columns[name] = Column(kind, where.begin, rows, [], [])
+                continue
             counts = [len(kind.blocks(after - before)) for before, after in itertools.pairwise(rows)]
-            blocks = list(itertools.accumulate(counts, initial=0)) if block else []
-            self.columns[name] = Column(kind, spans[name][0], rows, blocks, index.get(f"{name}.blocks", []))
+            blocks, ends = list(itertools.accumulate(counts, initial=0)), index[f"{name}.blocks"]
+            _check_ascending(f"{name}.blocks", ends, blocks[-1], where.end - where.begin)
+            self.columns[name] = Column(kind, where.begin, rows, blocks, ends)
 
     def _up_to(self, end: int) -> bytes:
         """The file's first bytes; those that are not here yet are read."""
@@ -318,3 +334,60 @@ class Columns:
 
 def _crc32(block: Tensor) -> int:
     return zlib.crc32(block.numpy().data)
+
+
+# ---------------------------------------------------------------- what a header may say
+
+
+@dataclass(frozen=True)
+class _Place:
+    """One tensor of the file."""
+
+    dtype: torch.dtype
+    shape: list[int]
+    begin: int  # in the file
+    end: int
+
+
+def _placed(header: dict[str, Any], start: int) -> Iterator[tuple[str, _Place]]:
+    """Each tensor by its name. They lie end to end from `start` on, each with the bytes of its dtype and shape."""
+    at = start
+    for name, about in header.items():
+        dtype, shape, (begin, end) = DTYPES[about["dtype"]], about["shape"], about["data_offsets"]
+        if not all(type(size) is int and size >= 0 for size in shape):
+            raise ValueError(f"{name} has the shape {shape}")
+        size = math.prod(shape) * dtype.itemsize
+        if (start + begin, start + end) != (at, at + size):
+            raise ValueError(f"{name} lies at {begin}:{end}, not at {at - start}:{at - start + size}")
+        yield name, _Place(dtype, shape, at, at := at + size)
+
+
+def _numbers(name: str, place: _Place, data: bytes) -> list[int]:
+    """A tensor of the index; `data` is the file up to its end at least."""
+    if place.dtype != torch.int64 or len(place.shape) != 1 or not place.shape[0]:
+        raise ValueError(f"{name} of its index is no list of numbers")
+    return torch.frombuffer(bytearray(data[place.begin : place.end]), dtype=torch.int64).tolist()
+
+
+def _kind_of(place: _Place, packed: Any) -> Kind:
+    """What a column's rows are, as the header has it or, of a compressed one, the metadata."""
+    if packed is None:
+        dtype, shape, block = place.dtype, place.shape[1:], None
+        plausible = len(place.shape) > 0
+    else:
+        name, shape, block = packed
+        dtype = DTYPES[name]
+        plausible = place.dtype == torch.uint8 and len(place.shape) == 1 and type(block) is int and block > 0
+        plausible = plausible and all(type(size) is int and size > 0 for size in shape)
+    kind = Kind(dtype, tuple(shape), block)
+    if not plausible or kind.row_bytes > MOST_ROW or (block or 1) > max(1, MOST_BLOCK // max(1, kind.row_bytes)):
+        raise ValueError(f"it has a column of {kind}")
+    return kind
+
+
+def _check_ascending(name: str, values: list[int], pieces: int, end: int | None) -> None:
+    """`values` are the bounds of so many pieces, from 0 on, and up to `end` where that is known."""
+    if len(values) != pieces + 1 or values[0] != 0 or any(a > b for a, b in itertools.pairwise(values)):
+        raise ValueError(f"{name} of its index are not the bounds of {pieces} pieces")
+    if end is not None and values[-1] != end:
+        raise ValueError(f"{name} of its index end at {values[-1]}, not at {end}")

@@ -14,7 +14,7 @@ from typing import Any
 
 from eagle3_ray.config import ConfigError
 from eagle3_ray.store.commits import Commit, Units
-from eagle3_ray.store.filesystem import Entry, Filesystem
+from eagle3_ray.store.filesystem import TEMPORARY, Entry, Filesystem
 from eagle3_ray.store.parallel import in_parallel
 
 KINDS = ("responses", "features")
@@ -47,9 +47,9 @@ def find(files: Filesystem, fingerprint: str | None = None) -> list[Folder]:
                 name = entry.key.split("/")[1]
                 folders[f"{kind}/{name}"] = Folder(Units(files, kind, name), name)
         for entry in entries:
-            of, _, unit = entry.key.removesuffix(".json").partition("/commits/")
-            if of in folders and unit and entry.key.endswith(".json"):
-                folders[of].committed[unit] = entry
+            folder = folders.get(entry.key.partition("/commits/")[0])
+            if folder and not entry.key.endswith(TEMPORARY):
+                folder.committed[folder.units.unit_of(entry.key)] = entry
     if not folders:
         raise ConfigError(f"store.root: neither responses nor features are stored below {files.root!r}")
     if fingerprint is None:

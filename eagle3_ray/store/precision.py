@@ -16,6 +16,12 @@ VALUES = 2**15  # turned at a time: they stay in a core's cache, and for so few 
 TABLE = torch.arange(256, dtype=torch.uint8).view(FP8).float()  # [256]; torch's own way from fp8 is five times as slow
 
 
+def finite(tensor: Tensor) -> bool:
+    """Whether every value is finite. Their sum tells, in one reading; values near float32's largest count as not."""
+    wide = tensor if tensor.dtype in (torch.bfloat16, torch.float32, torch.float64) else tensor.float()
+    return bool(wide.sum().isfinite())
+
+
 def stored(aux: Tensor, last_hidden: Tensor, dtype: str) -> dict[str, Tensor]:
     """The states [T, A*H] and [R, H] as `capture.dtype` keeps them, by their names in `Features`. aux is a copy."""
     if dtype != "float8_e4m3":

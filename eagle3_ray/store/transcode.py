@@ -7,19 +7,19 @@ another fingerprint.
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from eagle3_ray.capture import CaptureSpec, fingerprint
+from eagle3_ray.capture import CaptureSpec
 from eagle3_ray.leftovers import temporary_folder
 from eagle3_ray.progress import Progress
 from eagle3_ray.store.cache import Cache
-from eagle3_ray.store.commits import Commit, Units
+from eagle3_ray.store.commits import DECIDES_NOTHING, Commit, Units
 from eagle3_ray.store.filesystem import Filesystem, StoreError, room_in
 from eagle3_ray.store.precision import stored
 from eagle3_ray.store.shards import Features, ShardReader, write_features
+from eagle3_ray.strict_json import fingerprint
 
 
 def destination(source: Units, files: Filesystem, dtype: str) -> Units:
@@ -35,13 +35,13 @@ def destination(source: Units, files: Filesystem, dtype: str) -> Units:
         description |= {"dtype": dtype, "shard_bytes": _shard_bytes(source, before, dtype)}
         if before != "float32" and (before, computed) != ("bfloat16", "bfloat16"):
             description["transcoded_from"] = source.folder
-    decides = {name: value for name, value in description.items() if name != "shard_bytes"}
+    decides = {name: value for name, value in description.items() if name not in DECIDES_NOTHING}
     target = Units(files, "features", fingerprint(decides))
     if (files.root, target.folder) == (source.files.root, source.folder):
         raise StoreError(f"{files.url(target.folder)} is {dtype} already; to compress it, write to another store.root")
     target.describe(description)
     if source.files.exists(f"{source.folder}/engine.json"):
-        target.record("engine", json.loads(source.files.read(f"{source.folder}/engine.json")))
+        target.record("engine", source.files.read_json(f"{source.folder}/engine.json"))
     return target
 
 
@@ -76,7 +76,7 @@ def _transcode(
         return replace(features, **states)
 
     with room_in(shard.parent):
-        write_features(shard, [sample(i) for i in range(len(reader))], _fingerprint(target), compression)
+        write_features(shard, [sample(i) for i in range(len(reader))], target.fingerprint, compression)
     facts = commit.facts | {"transcoded_from": source.files.url(commit.shard)}
     return target.commit(commit.unit, shard, commit.samples, **facts)
 
@@ -87,10 +87,6 @@ def _shard_bytes(source: Units, before: str, after: str) -> int:
     first = next((commit for commit in source.commits() if commit.samples), None)
     if first is None:
         return description["shard_bytes"]
-    hidden_size = ShardReader(first.shard, _fingerprint(source), source.files).hidden_size
+    hidden_size = ShardReader(first.shard, source.fingerprint, source.files).hidden_size
     rows = [CaptureSpec(tuple(description["boundaries"]), hidden_size, dtype).row_bytes for dtype in (before, after)]
     return max(1, description["shard_bytes"] * rows[1] // rows[0])
-
-
-def _fingerprint(units: Units) -> str:
-    return units.folder.rpartition("/")[2]

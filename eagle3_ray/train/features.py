@@ -15,11 +15,13 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterator
 
 import torch
+from transformers import PreTrainedConfig
 
 from eagle3_ray.config import ConfigError, TrainConfig
 from eagle3_ray.drafter.model import Batch
 from eagle3_ray.store.cache import Cache
 from eagle3_ray.store.commits import Commit, Units
+from eagle3_ray.store.filesystem import Damaged
 from eagle3_ray.store.shards import Features, ShardReader
 
 WINDOW = 8  # shards whose samples are shuffled together, and the most that are open at a time
@@ -130,6 +132,19 @@ def _ahead(source: Iterator[list[Features]]) -> Iterator[list[Features]]:
             yield item
     finally:
         stopped.set()
+
+
+def check_fits(samples: list[Features], shape: PreTrainedConfig) -> None:
+    """Damaged unless the samples are of the target that the drafter of this config is for."""
+    hidden, width = shape.target_hidden_size, shape.target_hidden_size * shape.num_aux_hidden_states
+    for sample in samples:
+        tokens = int(sample.input_ids.max()) + 1 if len(sample.input_ids) else 0
+        seen = sample.aux.shape[1], sample.last_hidden.shape[1]
+        if tokens > shape.vocab_size or seen != (width, hidden):
+            raise Damaged(
+                f"sample {sample.id} has states of {seen[0]} and {seen[1]} numbers and token ids up to {tokens - 1}; "
+                f"the target has states of {width} and {hidden} and {shape.vocab_size} tokens"
+            )
 
 
 def batches(samples: list[Features], max_length: int, dtype: torch.dtype) -> list[Batch]:

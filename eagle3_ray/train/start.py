@@ -15,14 +15,12 @@ size are all among the settings.
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedConfig
 
@@ -39,11 +37,12 @@ from eagle3_ray.drafter.vocabulary import (
     end_tokens,
     tokenizer_ids,
 )
-from eagle3_ray.leftovers import temporary_folder
 from eagle3_ray.store.cache import node_cache
 from eagle3_ray.store.commits import Commit, Units
 from eagle3_ray.store.filesystem import Filesystem
+from eagle3_ray.store.precision import finite
 from eagle3_ray.store.shards import ShardReader
+from eagle3_ray.store.tensors import write_tensors
 from eagle3_ray.train.features import heldout
 
 COUNTED_ROWS = 2**16  # target rows, of random samples, that a vocabulary by probability is counted on
@@ -53,12 +52,12 @@ def frozen_start(config: Config, features: Units, description: dict[str, Any], p
     """start.json, made where there is none; ConfigError where the one there began with other settings."""
     key = f"{prefix}/start.json"
     train = {name: value for name, value in asdict(config.train).items() if name not in PLACEMENT}
-    made_of = {"fingerprint": features.folder.rpartition("/")[2], "responses": description["responses"]}
+    made_of = {"fingerprint": features.fingerprint, "responses": description["responses"]}
     settings = {"features": made_of, "drafter": config.drafter.made_of(), "train": train}
     if not features.files.exists(key):
         start = {"settings": settings, **_decided(config, features, description, prefix)}
-        features.files.create(key, json.dumps(start, indent=1, sort_keys=True).encode())
-    start = json.loads(features.files.read(key))
+        features.files.create_json(key, start)
+    start = features.files.read_json(key)
     for group, values in settings.items():
         for name, value in values.items():
             before = start["settings"][group].get(name)
@@ -168,9 +167,16 @@ def _random_rows(seed: int, features: Units, commits: list[Commit]) -> Iterator[
         if read >= COUNTED_ROWS:
             return
         if shard not in readers:
-            fingerprint = features.folder.rpartition("/")[2]
-            readers[shard] = ShardReader(commits[shard].shard, fingerprint, features.files)
-        rows = readers[shard].features(i).last_hidden  # [R, H]
+            commit = commits[shard]
+            readers[shard] = ShardReader(commit.shard, features.fingerprint, features.files, commit.samples)
+        sample = readers[shard].features(i)
+        rows = sample.last_hidden  # [R, H]
+        if not finite(rows):
+            unit = commits[shard].unit
+            raise ConfigError(
+                f"drafter.vocabulary: 'probability' counts states of sample {sample.id} of unit {unit} that are not "
+                "finite; delete the unit's commit, and extract again"
+            )
         read += len(rows)
         yield rows
 
@@ -184,8 +190,5 @@ def _published(
     """Its weights are copied into the store: every worker and every restart begins from the same ones."""
     model = text_config(target_config(target_folder(config.target)))
     published = Published(config.drafter, model, boundaries, config.store.storage_options)
-    with temporary_folder() as temporary:
-        local = temporary / "start.safetensors"
-        save_file(published.weights(), local)
-        files.upload(local, f"{prefix}/start.safetensors")
+    write_tensors(files, f"{prefix}/start.safetensors", published.weights(), {"format": "pt"})
     return published.config, published.draft_ids(), {"published": published.layers()}

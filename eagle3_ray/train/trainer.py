@@ -4,7 +4,8 @@ Everything about one drafter lies below its prefix in the store:
 
     start.json            what it is made from (`start`); start.safetensors, where it goes on from a published drafter
     before.json           its walked accept length on the held-out samples before the first step
-    state/<step>…         checkpoints to resume from: weights, optimizer moments, samples consumed
+    state/<step>…         checkpoints to resume from: weights, optimizer moments, recent losses, samples consumed
+    nonfinite/<step>.json what is known of a step whose numbers cannot be right (`nonfinite`)
     weights/              the trained drafter, without the target's embedding
     tensorboard/, ray/    curves, and Ray Train's own files
     summary.json          written last: the drafter is finished
@@ -15,7 +16,6 @@ are not handed to Ray: one reported just before a kill may be lost.
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections import deque
@@ -24,9 +24,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file, save
-from torch import Tensor
 
 from eagle3_ray.config import Config, ConfigError
 from eagle3_ray.drafter.checkpoint import export
@@ -36,16 +33,21 @@ from eagle3_ray.drafter.shape import read_config
 from eagle3_ray.drafter.target import initialise, load_pieces
 from eagle3_ray.leftovers import temporary_folder
 from eagle3_ray.progress import Progress
+from eagle3_ray.secrets import Sealed
 from eagle3_ray.store.cache import node_cache
-from eagle3_ray.store.commits import Units
+from eagle3_ray.store.commits import Commit, Units
 from eagle3_ray.store.filesystem import Filesystem
+from eagle3_ray.store.precision import finite
 from eagle3_ray.store.shards import Features
+from eagle3_ray.store.tensors import read_tensors, write_tensors
 from eagle3_ray.train.features import read_samples, stream
-from eagle3_ray.train.loop import Training, all_here
+from eagle3_ray.train.loop import Training, all_here, mean_loss
+from eagle3_ray.train.nonfinite import NonFiniteError, check_stopped, examine, forget, keep
 from eagle3_ray.train.start import frozen_start
 
 KEPT = 2  # checkpoints to resume from
 RECENT = 50  # steps that the printed and final metrics are the mean of
+COMPARED = 8  # samples that those of a faulty step are compared with, where none is held out
 WALKED = 3  # drafts a verify step on the held-out samples, whatever was trained: so drafters can be compared
 # A published drafter below this many times the accept length of one that is never right is misused: one boundary off
 # has been seen to leave a tenth of the first guesses right, where trained ones have a third and more
@@ -70,26 +72,28 @@ def train_drafter(config: Config, features: Units, description: dict[str, Any], 
     """Train the drafter below `prefix` to its end, or return the summary of one that is finished. Ray is up already.
 
     `description` is that of the features: it names the boundaries, and the responses that the vocabulary is counted on.
+    NonFiniteError where a step's numbers cannot be right and the settings do not skip it.
     """
     files = features.files
     if config.drafter.path:
         raise ConfigError(f"drafter.path: {config.drafter.path!r} is another's drafter, which can only be served")
     if files.exists(f"{prefix}/summary.json"):
-        return json.loads(files.read(f"{prefix}/summary.json"))
-    began = time.time()
+        return files.read_json(f"{prefix}/summary.json")
+    began = time.monotonic()
     start = frozen_start(config, features, description, prefix)
     _check_fits(files, prefix, start)  # of an earlier run
     _run(Task(config, features, prefix, start))
     _check_fits(files, prefix, start)
-    result = json.loads(files.read(f"{prefix}/weights/result.json"))
+    check_stopped(files, prefix)
+    result = files.read_json(f"{prefix}/weights/result.json")
     summary = {
         **{name: start[name] for name in ("settings", "coverage", "coverage_by_domain", "samples")},
         **result,
         "draft_vocab_size": len(start["draft_ids"]),
         "units": len(start["units"]),
-        "seconds": round(time.time() - began, 1),
+        "seconds": round(time.monotonic() - began, 1),
     }
-    files.write(f"{prefix}/summary.json", _json(summary))
+    files.write_json(f"{prefix}/summary.json", summary)
     return summary
 
 
@@ -105,9 +109,18 @@ def export_drafter(
 
 
 def trained_drafter(config: Config, files: Filesystem, prefix: str, dtype: str) -> Drafter:
-    """The finished drafter below the key `prefix`; with export.embedding=none its embedding is not the target's."""
-    weights = _tensors(files, f"{prefix}/weights/model.safetensors")
-    drafter_json = json.loads(files.read(f"{prefix}/weights/config.json"))
+    """The finished drafter below the key `prefix`; with export.embedding=none its embedding is not the target's.
+
+    NonFiniteError where its weights are not finite.
+    """
+    weights, _ = read_tensors(files, f"{prefix}/weights/model.safetensors")
+    broken = [name for name, tensor in weights.items() if not finite(tensor)]
+    if broken:
+        raise NonFiniteError(
+            f"{len(broken)} of {len(weights)} tensors of the drafter at {files.url(prefix)} are not finite: "
+            f"{', '.join(broken)}; a lower train.lr trains another one"
+        )
+    drafter_json = files.read_json(f"{prefix}/weights/config.json")
     draft_ids = weights["d2t"] + torch.arange(len(weights["d2t"]))
     drafter = Drafter(read_config(drafter_json), draft_ids)
     with_embedding = config.export.embedding == "target"
@@ -143,7 +156,7 @@ def _fits(start: dict[str, Any], before: dict[str, Any]) -> bool:
 def _check_fits(files: Filesystem, prefix: str, start: dict[str, Any]) -> None:
     """ConfigError where the workers found a published start to be no drafter for these features."""
     key = f"{prefix}/before.json"
-    if not files.exists(key) or _fits(start, before := json.loads(files.read(key))):
+    if not files.exists(key) or _fits(start, before := files.read_json(key)):
         return
     raise ConfigError(
         f"drafter.start_from: {start['settings']['drafter']['start_from']!r} has a walked accept length of "
@@ -164,7 +177,7 @@ def _fit(task: Task) -> None:
     train = task.config.train
     TorchTrainer(
         _work,
-        train_loop_config={"task": task},
+        train_loop_config={"task": Sealed(task)},
         torch_config=GroupConfig(),
         scaling_config=ScalingConfig(
             num_workers=train.num_workers,
@@ -202,14 +215,16 @@ def _work(given: dict[str, Any]) -> None:
     import ray.train
     import ray.train.torch
 
-    task: Task = given["task"]
+    task: Task = given["task"].inside
     train, files = task.config.train, task.files
     if not train.use_gpu:
         torch.set_num_threads(train.cpus_per_worker)  # Ray's OMP_NUM_THREADS says 1 for a share of one CPU
     rank, world = ray.train.get_context().get_world_rank(), ray.train.get_context().get_world_size()
     training = _build(task, ray.train.torch.get_device())
     consumed = _resume(files, f"{task.prefix}/state", training)
-    commits = [task.features.read_commit(unit) for unit in task.start["units"]]
+    if rank == 0:
+        forget(files, task.prefix, training.taken)
+    commits = task.features.commits(task.start["units"])
     cache = node_cache(task.config.store)
     held = [(task.start["units"].index(unit), i) for unit, i in task.start["heldout"]]
     heldout = read_samples(task.features, commits, cache, held) if rank == 0 else []
@@ -224,17 +239,28 @@ def _work(given: dict[str, Any]) -> None:
         if curves and not training.taken:
             curves.walked(0, before)
         while training.taken < train.steps:
-            metrics, facts = training.step(next(data))
-            recent.append(metrics)
+            samples = next(data)
+            metrics, facts = training.step(samples)
             consumed += train.batch_size
             tokens += int(facts["tokens"])
+            saves = training.taken % train.checkpoint_every == 0
+            if not training.fault and (saves or training.taken == train.steps) and not training.finite():
+                training.fault = "parameters, or their squares, are not finite after its update"
+            if training.fault:
+                others = heldout or read_samples(task.features, commits, cache, _first(commits) if rank == 0 else [])
+                record = examine(training, samples, others, commits, metrics, facts)
+                if rank == 0:
+                    keep(files, task.prefix, record)
+                if record["stops_because"]:
+                    return  # as above
+            else:
+                recent.append(metrics)
             if curves:
-                curves.add(training.taken, metrics, facts)
-                means = _mean(recent)
+                if not training.fault:
+                    curves.add(training.taken, metrics, facts)
                 rate = tokens / (time.monotonic() - began)
-                note = f"loss {sum(means['loss']) / train.ttt_steps:.3f}, accuracy {means['greedy_accuracy'][0]:.3f}"
-                progress.add(1, f"{note}, {rate:.0f} tok/s")
-            if training.taken % train.checkpoint_every == 0:
+                progress.add(1, f"{_note(recent)}, {rate:.0f} tok/s")
+            if saves:
                 if curves:
                     if training.taken < train.steps:
                         paused = time.monotonic()
@@ -244,13 +270,13 @@ def _work(given: dict[str, Any]) -> None:
                     _save(files, f"{task.prefix}/state", training, consumed)
                 ray.train.report({"step": training.taken})
         if curves:
-            seconds = time.monotonic() - began
-            facts = {"steps": training.taken, "consumed": consumed, "tokens_per_s": round(tokens / seconds, 1)}
+            rate = round(tokens / (time.monotonic() - began), 1)
             after = training.accept_length(heldout, WALKED)
             walked = {"samples": len(held), "draft_steps": WALKED, "before": before, "after": after}
             curves.walked(training.taken, after)
             curves.upload()
-            _finish(task, training, {**facts, "heldout": walked, **(_mean(recent) if recent else {})})
+            result = {"steps": training.taken, "skipped": training.skipped, "consumed": consumed, "tokens_per_s": rate}
+            _finish(task, training, {**result, "heldout": walked, **(_mean(recent) if recent else {})})
     ray.train.report({"step": training.taken})
 
 
@@ -258,9 +284,9 @@ def _before(task: Task, training: Training, heldout: list[Features], rank: int) 
     """before.json: measured once, by rank 0, before any step is taken."""
     key = f"{task.prefix}/before.json"
     if rank == 0 and not task.files.exists(key):
-        task.files.write(key, _json(training.accept_length(heldout, WALKED)))
+        task.files.write_json(key, training.accept_length(heldout, WALKED))
     all_here(training.device)
-    return json.loads(task.files.read(key))
+    return task.files.read_json(key)
 
 
 def _build(task: Task, device: torch.device) -> Training:
@@ -270,48 +296,58 @@ def _build(task: Task, device: torch.device) -> Training:
     drafter = Drafter(read_config(start["drafter"]), torch.tensor(start["draft_ids"]))
     initialise(drafter, pieces, config.train.seed, config.drafter)
     if config.drafter.start_from:
-        drafter.load_state_dict(_tensors(task.files, f"{task.prefix}/start.safetensors"), strict=False)
+        start_from, _ = read_tensors(task.files, f"{task.prefix}/start.safetensors")
+        drafter.load_state_dict(start_from, strict=False)
     return Training(config.train, drafter, pieces.head, device)
 
 
 def _mean(recent: deque[Metrics]) -> dict[str, list[float]]:
-    return Metrics(*sum(metrics.stacked() for metrics in recent)).means()  # type: ignore[misc]
+    return _summed(recent).means()
+
+
+def _summed(recent: deque[Metrics]) -> Metrics:
+    return Metrics(*sum(metrics.stacked() for metrics in recent))  # type: ignore[misc]
+
+
+def _note(recent: deque[Metrics]) -> str:
+    """What a progress line says of the recent steps."""
+    if not recent:
+        return "no step made an update yet"
+    summed = _summed(recent)
+    return f"loss {mean_loss(summed):.3f}, accuracy {summed.means()['greedy_accuracy'][0]:.3f}"
+
+
+def _first(commits: list[Commit]) -> list[tuple[int, int]]:
+    """The first sample of some units."""
+    return [(shard, 0) for shard, commit in enumerate(commits) if commit.samples][:COMPARED]
 
 
 def _save(files: Filesystem, folder: str, training: Training, consumed: int) -> None:
     """One object a checkpoint, so that it is there whole or not at all; the older ones go."""
     progress = {"step": str(training.taken), "consumed": str(consumed)}
-    files.write(f"{folder}/{training.taken:08d}.safetensors", save(training.state(), progress))
+    write_tensors(files, f"{folder}/{training.taken:08d}.safetensors", training.state(), progress)
     for key in files.list(folder)[:-KEPT]:
         files.delete(key)
 
 
 def _resume(files: Filesystem, folder: str, training: Training) -> int:
-    """Restore the newest checkpoint, if there is one. Returns the samples consumed."""
+    """Restore the newest checkpoint, if there is one. Returns the samples consumed.
+
+    Damaged where it is not what was written; deleted, training goes on from the one before it.
+    """
     found = files.list(folder)
     if not found:
         return 0
-    with temporary_folder() as temporary:
-        local = temporary / "state.safetensors"
-        files.download(found[-1], local)
-        with safe_open(local, "pt") as file:
-            progress = file.metadata()
-        training.restore(load_file(local), int(progress["step"]))
+    state, progress = read_tensors(files, found[-1])
+    training.restore(state, int(progress["step"]))
     return int(progress["consumed"])
-
-
-def _tensors(files: Filesystem, key: str) -> dict[str, Tensor]:
-    with temporary_folder() as temporary:
-        local = temporary / "tensors"
-        files.download(key, local)
-        return load_file(local)
 
 
 def _finish(task: Task, training: Training, result: dict[str, Any]) -> None:
     folder = f"{task.prefix}/weights"
-    task.files.write(f"{folder}/model.safetensors", save(training.weights(), {"format": "pt"}))
-    task.files.write(f"{folder}/config.json", _json(task.start["drafter"]))
-    task.files.write(f"{folder}/result.json", _json(result))
+    write_tensors(task.files, f"{folder}/model.safetensors", training.weights(), {"format": "pt"})
+    task.files.write_json(f"{folder}/config.json", task.start["drafter"])
+    task.files.write_json(f"{folder}/result.json", result)
 
 
 class _Curves:
@@ -338,7 +374,3 @@ class _Curves:
         self.writer.flush()
         for path in self.folder.iterdir():
             self.files.upload(path, f"{self.key}/{path.name}")
-
-
-def _json(value: dict[str, Any]) -> bytes:
-    return json.dumps(value, indent=1, sort_keys=True).encode()
