@@ -103,7 +103,7 @@ def watch(sizes: list[float], stop: threading.Event) -> None:
         for process in [psutil.Process(), *psutil.Process().children(recursive=True)]:
             try:
                 line = " ".join(process.cmdline())
-                if process.pid == psutil.Process().pid or "MapWorker" in line or "spawn_main" in line:
+                if process.pid == psutil.Process().pid or "MapWorker" in line or "store.uploader" in line:
                     found += process.memory_info().rss
             except psutil.Error:
                 continue

@@ -27,11 +27,10 @@ def cluster(config: Config) -> Iterator[None]:
             yield
         return
     try:
-        ray.init(address=config.cluster.address, logging_level=logging.WARNING)
-        interrupts.catch()
+        with interrupts.held():
+            ray.init(address=config.cluster.address, logging_level=logging.WARNING)
         yield
     finally:
-        interrupts.catch()  # also where ray.init did not come to its end
         ray.shutdown()
 
 
@@ -55,7 +54,6 @@ def _own(config: Config) -> Iterator[None]:
                     # GOMP_SPINCOUNT: see conf/hardware/cpu.yaml
                     runtime_env={"env_vars": {"GOMP_SPINCOUNT": "5000", "TMPDIR": temporary}},
                 )
-                interrupts.catch(tidy)
             yield
         finally:
             _shut_down()

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
@@ -21,12 +22,11 @@ GRACE_S = 7.0
 _received: signal.Signals | None = None
 _begun = False  # there is something to tidy up
 _telling = threading.Lock()
-_tidy: list[Callable[[], None]] = []  # what else is to be done where the main thread does not come to it
+_tidy: list[Callable[[], None]] = []
 
 
-def catch(tidy: Callable[[], None] | None = None) -> None:
-    """Take both signals; again behind whatever takes them itself, as ray.init does. `tidy` is for the other thread."""
-    _tidy[:] = [tidy] if tidy else []
+def catch() -> None:
+    """Take both signals."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _interrupt)
 
@@ -39,25 +39,28 @@ def interruptible() -> Iterator[None]:
     _begun = True
     try:
         yield
-    except BaseException as error:  # whatever became of the KeyboardInterrupt
-        if _received is None and not (isinstance(error, SystemExit) and error.code == signal.SIGTERM):
+    except BaseException:  # whatever became of the KeyboardInterrupt
+        if _received is None:
             raise
-        sys.exit(_tell(_received or signal.SIGTERM))  # that exit code is of ray.init's own handler
+        sys.exit(_tell(_received))
 
 
 @contextmanager
-def held(tidy: Callable[[], None]) -> Iterator[None]:
-    """Keep both signals from what is started here: one that goes to the whole process group, as Ctrl-C's does, is then
-    this process's alone. One that comes meanwhile ends the command at once, after `tidy`."""
+def held(tidy: Callable[[], None] | None = None) -> Iterator[None]:
+    """For ray.init, which takes both signals itself, and in C++ again. Nor do they reach what is started here: one that
+    goes to the whole process group, as Ctrl-C's does, is this process's alone. One that comes meanwhile ends the
+    command at once. `tidy` is what there is to be done then, and later where the main thread does not come to it."""
+    _tidy[:] = [tidy] if tidy else []
     both = {signal.SIGINT, signal.SIGTERM}
     over = threading.Event()
 
     def wait() -> None:
         while not over.is_set():
             if came := signal.sigtimedwait(both, 0.1):
-                _finish(signal.Signals(came.si_signo), [tidy])
+                _finish(signal.Signals(came.si_signo))
 
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, both)
+    handlers = {number: signal.getsignal(number) for number in both}
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, both)
     waiting = threading.Thread(target=wait, name="held signals")
     waiting.start()
     try:
@@ -65,7 +68,9 @@ def held(tidy: Callable[[], None]) -> Iterator[None]:
     finally:
         over.set()
         waiting.join()
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
@@ -82,15 +87,15 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 def _end(received: signal.Signals) -> NoReturn:
     """The end, if the main thread does not come to it."""
     time.sleep(GRACE_S)
-    _finish(received, _tidy)
+    _finish(received)
 
 
-def _finish(received: signal.Signals, tidy: list[Callable[[], None]]) -> NoReturn:
+def _finish(received: signal.Signals) -> NoReturn:
     from eagle3_ray.leftovers import remove_own
 
     code = _tell(received)
-    for function in tidy:
-        function()
+    for tidy in _tidy:
+        tidy()
     remove_own()
     os._exit(code)
 
@@ -99,7 +104,7 @@ def _tell(received: signal.Signals) -> int:
     """Print the message, once; returns the exit code."""
     if _telling.acquire(blocking=False):
         command = sys.modules["__main__"].__spec__
-        name = (command.name if command else sys.argv[0]).rpartition(".")[2]
+        name = command.name.rpartition(".")[2] if command else Path(sys.argv[0]).stem
         print(
             f"{name}: interrupted by {received.name}; what is committed stays, and the same command goes on from there",
             file=sys.stderr,

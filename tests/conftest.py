@@ -74,7 +74,8 @@ def left_behind() -> Iterator[Callable[[], set[str]]]:
     """Says what is new in shared memory and belongs to no process that lives."""
     import psutil
 
-    from eagle3_ray.engines.processes import SHARED_MEMORY, shared_memory
+    from eagle3_ray.engines.processes import shared_memory
+    from eagle3_ray.leftovers import SHARED_MEMORY
 
     files = {str(path) for path in Path(SHARED_MEMORY).iterdir()}
     yield (

@@ -19,8 +19,8 @@ import torch
 from conftest import compose
 
 from eagle3_ray.attempts import DIED
-from eagle3_ray.engines.processes import SHARED_MEMORY
 from eagle3_ray.extract import Extractor, extract, extracted
+from eagle3_ray.leftovers import SHARED_MEMORY
 from eagle3_ray.prepare import Corpus, prepare
 from eagle3_ray.run import Run, open_run
 from eagle3_ray.store.cache import Cache
@@ -104,7 +104,9 @@ def kill(store: Path, killed: list[int], stop: threading.Event) -> None:
             time.sleep(draw.uniform(0, 0.3))
             child = schedulers[0].parent()
             assert child is not None and "sglang_child" in " ".join(child.cmdline())
-            actor = child.parent()
+            waiting = child.parent()
+            assert waiting is not None
+            actor = waiting.parent()
             victim = schedulers[0] if VICTIMS[len(killed)] == "scheduler" else actor
             assert victim is not None
             victim.kill()

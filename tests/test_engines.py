@@ -18,9 +18,10 @@ from conftest import ROOT, compose
 from eagle3_ray.config import SamplingConfig
 from eagle3_ray.engines import start_engine
 from eagle3_ray.engines.base import EngineError, RequestError, answer, each
-from eagle3_ray.engines.sglang import SGLangEngine, engine_environment, is_alive, own_folder
+from eagle3_ray.engines.sglang import SGLangEngine, engine_environment
 from eagle3_ray.engines.sglang_plugin import HOOKS
 from eagle3_ray.engines.transformers import TransformersEngine
+from eagle3_ray.leftovers import is_alive, own_folder
 from eagle3_ray.probe import probe
 from eagle3_ray.run import Run, open_run
 

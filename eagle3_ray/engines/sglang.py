@@ -376,14 +376,32 @@ def engine_environment(hardware: HardwareConfig, scratch: Path, plugin: dict[str
     (info / "entry_points.txt").write_text(ENTRY_POINT)
     package = Path(__file__).resolve().parents[2]
     environment = {**os.environ, **hardware.env}
+    if hardware.nodes_per_engine == 1:
+        environment = {**_on_this_node(hardware, scratch), **environment}
     paths = [str(package), str(scratch), environment.get("PYTHONPATH", "")]
     environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
     if environment.get("SGLANG_PLUGINS"):
         environment["SGLANG_PLUGINS"] += f",{PLUGIN}"
     environment |= plugin or {}
+    # SGLang leaves temporary files; what torch compiles shall be found again
+    kept = f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}"
+    environment = {"TORCHINDUCTOR_CACHE_DIR": kept, **environment, "TMPDIR": str(scratch)}
     if hardware.device == "cpu":
         environment["SGLANG_USE_CPU_ENGINE"] = "1"
     return environment
+
+
+def _on_this_node(hardware: HardwareConfig, scratch: Path) -> dict[str, str]:
+    """The variables by which ranks of one node meet in a file and talk over the loopback interface: torch's own store
+    would listen on every interface."""
+    variables = {
+        "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"file://{scratch}/meeting",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "NCCL_SOCKET_IFNAME": "lo",
+    }
+    if hardware.device == "cpu":  # SGLang names the shared memory of its ranks by these, which TCP would have set
+        variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(os.getpid())}
+    return variables
 
 
 def ask_layer_ids(config: Config, boundaries: Sequence[int]) -> list[int]:

@@ -172,11 +172,14 @@ def _fit(task: Task) -> None:
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer
 
+    from eagle3_ray.train.group import GroupConfig
+
     os.environ["RAY_TRAIN_ENABLE_PRINT_PATCH"] = "0"  # it logs each print once more; Ray hands it to the workers
     train = task.config.train
     TorchTrainer(
         _work,
         train_loop_config={"task": Sealed(task)},
+        torch_config=GroupConfig(),
         scaling_config=ScalingConfig(
             num_workers=train.num_workers,
             use_gpu=train.use_gpu,
