@@ -383,11 +383,14 @@ def engine_environment(hardware: HardwareConfig, scratch: Path, plugin: dict[str
     if environment.get("SGLANG_PLUGINS"):
         environment["SGLANG_PLUGINS"] += f",{PLUGIN}"
     environment |= plugin or {}
-    # SGLang leaves temporary files; what torch compiles shall be found again
-    kept = f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}"
-    environment = {"TORCHINDUCTOR_CACHE_DIR": kept, **environment, "TMPDIR": str(scratch)}
+    environment["TMPDIR"] = str(scratch)  # SGLang leaves temporary files
     if hardware.device == "cpu":
         environment["SGLANG_USE_CPU_ENGINE"] = "1"
+    # What torch compiles shall be found again. Last: torch sets it anew, and setproctitle, by which SGLang names its
+    # schedulers, has the room of the variables before the first that was
+    environment["TORCHINDUCTOR_CACHE_DIR"] = environment.pop(
+        "TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}"
+    )
     return environment
 
 
